@@ -1,0 +1,50 @@
+# Every target runs its command through `exec`, so that a signal sent to make reaches launch.py and not a shell.
+#
+# ARGS is read by the shell, so its quotes work: make train ARGS='--run="two words" --steps=50'.
+# Write $$ for a dollar sign, since make reads ARGS first.
+# make itself ends with 2 whenever a command fails; its last line names the command's own exit code
+# ("Error 75": stopped on request after a checkpoint, run again to continue).
+
+VENV ?= .venv
+SIZE ?= debug
+PY = $(VENV)/bin/python
+STAMP = $(VENV)/.installed
+
+.PHONY: help venv train test eval sample clean
+
+help:
+	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
+	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
+	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
+	@echo 'make test     [ARGS="-k name ..."]      run the tests'
+	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
+	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
+
+venv: $(STAMP)
+
+$(STAMP): requirements.txt
+	@for python in python3 python3.13 python3.12 python3.11 python3.10; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then \
+	    echo "installing requirements.txt into $(VENV) with $$($$python --version); torch is large, this takes minutes"; \
+	    $$python -m venv "$(VENV)" && "$(PY)" -m pip install --quiet --disable-pip-version-check -r requirements.txt \
+	      && touch "$(STAMP)"; \
+	    exit $$?; \
+	  fi; \
+	done; \
+	echo "error: no Python 3.10 or newer as python3 or python3.10 to python3.13 on the PATH; install one" >&2; exit 1
+
+train: $(STAMP)
+	exec $(PY) launch.py $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) -- \
+	  train.py --size=$(SIZE) $(ARGS)
+
+test: $(STAMP)
+	exec $(PY) -m pytest $(ARGS)
+
+eval: $(STAMP)
+	exec $(PY) eval.py loss $(ARGS)
+
+sample: $(STAMP)
+	exec $(PY) eval.py sample $(ARGS)
+
+clean:
+	rm -rf "$(VENV)" .pytest_cache __pycache__ tests/__pycache__

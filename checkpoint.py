@@ -1,0 +1,163 @@
+"""Checkpoints: each rank writes what it owns, and a marker comes last.
+
+    out/<run>/ckpt/step-00000100/
+        rank-00000.safetensors     masters and moments that this rank owns, flat, bucket by bucket
+        rank-00000.json            the file's size and checksum
+        manifest.json              step, data position and fingerprint, model, settings, grid, all files
+        .complete                  without it the directory does not exist for a reader
+
+A directory is written under a temporary name, synced, and renamed when every rank has reported. Replicas own the same, so
+only the first writes. The files hold no rank-dependent names or padding rules of their own: the manifest's grid and
+parallel.pieces say which values of which parameter lie where, so that any other grid can read them.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from model import ConfigError, Model
+from parallel import Grid, State, exchange, make_buckets, make_grid, pieces
+
+NAME = re.compile(r"step-(\d{8})$")
+
+
+def directory(root: Path, step: int) -> Path:
+    return root / f"step-{step:08d}"
+
+
+def complete(root: Path) -> list[Path]:
+    """The finished checkpoints under root, oldest first."""
+    found = [p for p in root.glob("step-*") if NAME.search(p.name) and (p / ".complete").exists()]
+    return sorted(found)
+
+
+def save(root: Path, step: int, state: State, grid: Grid, meta: dict, keep: int):
+    """Writes the state before step `step`. All ranks call it; all raise RuntimeError if one could not write.
+
+    meta goes into the manifest. Afterwards the newest `keep` complete checkpoints stay (0: all)."""
+    final, tmp = directory(root, step), root / f".tmp-step-{step:08d}"
+    if grid.world.index == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir(parents=True)
+    device = state.bias_LX.device
+    exchange([0.0], grid, device)  # the directory is there
+    failure = write_rank_file(tmp, state, grid) if grid.r == 0 else ""
+    failed = [rank for rank, flag in enumerate(exchange([float(bool(failure))], grid, device)[:, 0]) if flag]
+    if failed:
+        raise RuntimeError(f"checkpoint {final} not written: ranks {failed} failed{': ' + failure if failure else ''}; older "
+                           "checkpoints are untouched. Free space or check the file system, then run again to resume")
+    if grid.world.index == 0:
+        finish(final, tmp, {"step": step, "grid": [grid.R, grid.N, grid.E], **meta}, grid.N * grid.E)
+        for old in complete(root)[:-keep] if keep else []:
+            (old / ".complete").unlink()
+            shutil.rmtree(old)
+    exchange([0.0], grid, device)  # nobody goes on, or exits, before the marker is there
+
+
+def write_rank_file(tmp: Path, state: State, grid: Grid) -> str:
+    """Writes and syncs this rank's file and its description; returns the error where there was one."""
+    tensors = {f"{name}/master": master.flatten() for name, master in state.master.items()}
+    for name, moments in state.moments.items():
+        tensors |= {f"{name}/{kind}": moment.flatten() for kind, moment in moments.items()}
+    tensors["bias_LX"] = state.bias_LX.flatten()
+    path = rank_file(tmp, grid.n * grid.E + grid.e)
+    try:
+        save_file({name: t.cpu() for name, t in tensors.items()}, path)
+        write_synced(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": checksum(path)}))
+        sync(path)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def finish(final: Path, tmp: Path, manifest: dict, files: int):
+    manifest["files"] = {}
+    for path in (rank_file(tmp, i) for i in range(files)):
+        manifest["files"][path.name] = json.loads(path.with_suffix(".json").read_text())
+    write_synced(tmp / "manifest.json", json.dumps(manifest, indent=1))
+    sync(tmp)
+    if final.exists():  # left behind by a crash between rename and marker, or written before a rewind
+        shutil.rmtree(final)
+    tmp.rename(final)
+    sync(final.parent)
+    write_synced(final / ".complete", "")
+    sync(final)
+
+
+def rank_file(path: Path, index: int) -> Path:
+    return path / f"rank-{index:05d}.safetensors"
+
+
+def write_synced(path: Path, text: str):
+    with open(path, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+
+
+def sync(path: Path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def checksum(path: Path) -> str:
+    with open(path, "rb") as f:
+        digest = hashlib.sha256()
+        while block := f.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_manifest(path: Path) -> dict:
+    """Raises ConfigError if path is not a complete checkpoint."""
+    if not (path / ".complete").exists():
+        raise ConfigError(f"--resume={path}: not a complete checkpoint (no .complete in it); name one that is, or use "
+                          "--resume=auto")
+    return json.loads((path / "manifest.json").read_text())
+
+
+def load(path: Path, state: State, grid: Grid, m: Model):
+    """Fills the state's masters, moments and bias from a checkpoint, whatever grid wrote it. Reads only the files that
+    hold something of this rank's, after comparing their checksums; raises ConfigError for a damaged one."""
+    manifest = read_manifest(path)
+    R, N, E = manifest["grid"]
+    sources: dict[str, list] = {}  # parameter -> runs of its values: (start, stop, file, at)
+    buckets = None
+    for rank in range(N * E):
+        saved = make_grid(rank, N * E, E, 1, m, connect=False)
+        buckets = buckets or make_buckets(m, saved)
+        for bucket in buckets.values():
+            for p in pieces(bucket, m, saved):
+                sources.setdefault(p.name, []).append((p.start, p.stop, rank, p.at))
+    files = {}
+    for name, bucket in state.buckets.items():
+        targets = {"master": state.master[name], **state.moments[name]}
+        for p in pieces(bucket, m, grid):
+            for start, stop, rank, at in sources[p.name]:
+                low, high = max(p.start, start), min(p.stop, stop)
+                if low >= high:
+                    continue
+                if rank not in files:
+                    files[rank] = open_verified(path, rank, manifest)
+                for kind, target in targets.items():
+                    values = files[rank].get_slice(f"{name}/{kind}")[at + low - start : at + high - start]
+                    target.view(-1)[p.at + low - p.start : p.at + high - p.start] = values
+    any_file = next(iter(files.values()))
+    state.bias_LX.copy_(any_file.get_tensor("bias_LX").view_as(state.bias_LX))
+
+
+def open_verified(path: Path, rank: int, manifest: dict):
+    file = rank_file(path, rank)
+    said = manifest["files"][file.name]
+    if not file.exists() or file.stat().st_size != said["bytes"] or checksum(file) != said["sha256"]:
+        raise ConfigError(f"checkpoint file {file} is missing or damaged (its checksum differs from the manifest's); resume "
+                          f"from an older one with --resume=PATH: {', '.join(str(p) for p in complete(path.parent))}")
+    return safe_open(file, "pt")

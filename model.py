@@ -1,0 +1,547 @@
+"""The model: a table of sizes, and pure functions on weights.
+
+A decoder-only Mixture-of-Experts transformer. One layer is
+
+    x += attention(rms_norm(x))          causal, GQA, RMSNorm on q and k, RoPE on every `rope_every`-th layer
+    x += experts(rms_norm(x))            top-k of X SwiGLU experts, optionally one shared expert
+
+Nothing here knows about ranks. `block` takes two callables, `dispatch` and `combine`, which carry tokens to the
+experts of the node and their partial sums back; with one rank both are the identity. The schedule in train.py passes
+the collectives in.
+
+Shape suffixes: T tokens of a rank, M tokens of its node (those of all its ranks), D width, H query heads, J key-value
+heads, K head dimension, X experts, F expert width, k chosen experts, P token-expert pairs, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+
+class ConfigError(Exception):
+    """Input that cannot work: the message names the setting, its value and the fix. Ends the program with code 2."""
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Sizes
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    top_k: int
+    groups: int  # routing groups of consecutive experts: part of the model, not of the layout
+    expert_width: int
+    vocab: int
+    seq_len: int  # tokens of a row, by default
+    rope_theta: float = 1e6
+    rope_every: int = 2  # RoPE on layers 1, 3, 5, ... (2) or on all (1); the others see positions through the mask only
+    shared_experts: int = 0  # 0 or 1: an expert that every token passes
+    router: str = "softmax"  # softmax, renormalised over the chosen | sigmoid, with a selection bias
+    max_per_group: int = 0  # at most this many experts of a group per token; 0: top_k / groups, rounded up
+
+    @property
+    def group_limit(self) -> int:
+        return self.max_per_group or math.ceil(self.top_k / self.groups)
+
+    @property
+    def even_groups(self) -> bool:
+        """Every group gets the same number of pairs, so that shapes do not depend on the data (MoGE)."""
+        return self.group_limit * self.groups == self.top_k
+
+
+SIZES = {
+    # trains on two CPU cores in minutes
+    "debug": Model(4, 256, 4, 2, 64, 16, 4, 4, 128, 4096, seq_len=512, rope_theta=1e4),
+    # 15 B parameters, 2 B active: one node of four 96 GB GPUs, optimizer state included
+    "15b": Model(24, 2048, 32, 4, 128, 128, 8, 4, 768, 32768, seq_len=8192),
+    # 177 B parameters, 11 B active: from 12 nodes
+    "177b": Model(48, 4096, 32, 8, 128, 192, 8, 4, 1536, 131072, seq_len=32768),
+    # 1.08 T parameters, 32 B active: 96 nodes
+    "1t": Model(74, 6144, 64, 8, 128, 384, 8, 4, 2048, 131072, seq_len=65536),
+}
+
+
+def model_of(size: str, **changes) -> Model:
+    """The size's model with some fields replaced. Raises ConfigError if the size is unknown or the parts do not fit."""
+    if size not in SIZES:
+        raise ConfigError(f"--size={size}: unknown; sizes are {', '.join(SIZES)}")
+    m = replace(SIZES[size], **{k: v for k, v in changes.items() if v is not None})
+    for name in ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
+                 "vocab", "rope_every"):
+        if getattr(m, name) < 1:
+            raise ConfigError(f"--{name}={getattr(m, name)}: must be at least 1")
+    if m.heads % m.kv_heads:
+        raise ConfigError(f"--kv_heads={m.kv_heads}: must divide the {m.heads} query heads; "
+                          f"nearest that do: {_divisors_near(m.heads, m.kv_heads)}")
+    if m.head_dim % 2:
+        raise ConfigError(f"--head_dim={m.head_dim}: must be even, RoPE rotates pairs")
+    if m.experts % m.groups:
+        raise ConfigError(f"--groups={m.groups}: must divide the {m.experts} experts; "
+                          f"nearest that do: {_divisors_near(m.experts, m.groups)}")
+    if m.top_k > m.experts:
+        raise ConfigError(f"--top_k={m.top_k}: more than the {m.experts} experts; lower it")
+    c = m.group_limit
+    if m.max_per_group < 0 or c > m.experts // m.groups or c * m.groups < m.top_k:
+        raise ConfigError(f"--max_per_group={m.max_per_group}: at most {m.experts // m.groups} experts are in a group, and "
+                          f"{m.groups} groups must offer top_k={m.top_k}; use {math.ceil(m.top_k / m.groups)} to "
+                          f"{min(m.top_k, m.experts // m.groups)}")
+    if m.router not in ("softmax", "sigmoid"):
+        raise ConfigError(f"--router={m.router}: unknown; use softmax or sigmoid")
+    if m.shared_experts not in (0, 1):
+        raise ConfigError(f"--shared_experts={m.shared_experts}: use 0 or 1")
+    return m
+
+
+def _divisors_near(n: int, near: int) -> str:
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(str(d) for d in sorted(sorted(divisors, key=lambda d: abs(d - near))[:3]))
+
+
+def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    """Parameters of a layer except the routed experts: name -> shape; a matrix is [outputs, inputs]."""
+    D, Q, KV = m.width, m.heads * m.head_dim, m.kv_heads * m.head_dim
+    shapes = {"q": (Q, D), "k": (KV, D), "v": (KV, D), "o": (D, Q)}
+    if m.shared_experts:
+        shapes |= {"shared_gate": (m.expert_width, D), "shared_up": (m.expert_width, D), "shared_down": (D, m.expert_width)}
+    return shapes | {"attn_norm": (D,), "q_norm": (m.head_dim,), "k_norm": (m.head_dim,), "moe_norm": (D,),
+                     "router": (m.experts, D)}
+
+
+def expert_shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    return {"gate": (m.expert_width, m.width), "up": (m.expert_width, m.width), "down": (m.width, m.expert_width)}
+
+
+def param_shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model by its full name, e.g. layers.3.q or layers.3.experts.17.gate."""
+    shapes = {"embed": (m.vocab, m.width)}
+    for i in range(m.layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(m).items()}
+        for x in range(m.experts):
+            shapes |= {f"layers.{i}.experts.{x}.{name}": shape for name, shape in expert_shapes(m).items()}
+    return shapes | {"final_norm": (m.width,), "head": (m.vocab, m.width)}
+
+
+def init_std(name: str, m: Model) -> float:
+    """Standard deviation of a parameter's initial values; 0 means ones (norms).
+
+    1/sqrt(fan-in); what writes to the residual stream is scaled down by the depth (GPT-2); the head is small, so that
+    the first loss is ln V whatever the width."""
+    kind = name.rsplit(".", 1)[-1]
+    if kind.endswith("norm"):
+        return 0.0
+    if kind in ("o", "down", "shared_down"):
+        fan_in = m.heads * m.head_dim if kind == "o" else m.expert_width
+        return 1 / math.sqrt(fan_in * 2 * m.layers)
+    if kind == "embed":
+        return 1.0
+    return (0.2 if kind == "head" else 1.0) / math.sqrt(m.width)
+
+
+def count_params(m: Model) -> tuple[int, int]:
+    """(all, active per token): the embedding table counts in the first only."""
+    dense = m.layers * sum(math.prod(s) for s in layer_shapes(m).values()) + m.width + m.vocab * m.width
+    expert = sum(math.prod(s) for s in expert_shapes(m).values())
+    return dense + m.vocab * m.width + m.layers * m.experts * expert, dense + m.layers * m.top_k * expert
+
+
+def flops_per_token(m: Model, mean_segment: float) -> float:
+    """Floating-point operations that training one token needs: 6 per active parameter and the attention products.
+    Recomputation is not counted (model FLOPs, as in MFU)."""
+    attention = 6 * m.layers * m.heads * m.head_dim * mean_segment  # causal: half of 12
+    return 6 * count_params(m)[1] + attention
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Autograd functions with stated saved tensors. The composed versions keep several times more alive.
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class RMSNorm(Function):
+    """y = x / rms(x) * w in fp32, returned in x's type. Saves x, w and one fp32 value per row."""
+
+    @staticmethod
+    def forward(ctx, x, w, eps):
+        x32 = x.float()
+        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, w, rstd)
+        return (x32 * rstd * w).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, rstd = ctx.saved_tensors
+        dy32, xhat = dy.float(), x.float() * rstd
+        dw = (dy32 * xhat).flatten(0, -2).sum(0)
+        g = dy32 * w
+        dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+        return dx.to(x.dtype), dw, None
+
+
+def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
+    """RMSNorm over the last dimension; w is fp32 (Zhang and Sennrich 2019)."""
+    return RMSNorm.apply(x, w, eps)
+
+
+@lru_cache(maxsize=4)
+def rope_cache(theta: float, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [length, head_dim / 2] in fp32, shared by all layers. The angles are formed in fp64: in bf16, positions
+    beyond a few hundred rotate wrongly."""
+    inv_freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    angle = torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * inv_freq
+    return angle.cos().float().to(device), angle.sin().float().to(device)
+
+
+def uses_rope(layer: int, m: Model) -> bool:
+    return layer % m.rope_every == m.rope_every - 1
+
+
+class RoPE(Function):
+    """Rotates the pairs (x[i], x[i + K/2]) by the position's angle; the backward pass rotates back. Saves nothing of x."""
+
+    @staticmethod
+    def forward(ctx, x_THK, cos, sin):
+        ctx.tables = (cos, sin)
+        return rotate(x_THK, cos, sin)
+
+    @staticmethod
+    def backward(ctx, dy):
+        cos, sin = ctx.tables
+        return rotate(dy, cos, -sin), None, None
+
+
+def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-rotation ("NeoX") RoPE in fp32 (Su et al. 2021); cos and sin are [T, K/2]."""
+    a, b = x_THK.float().chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_THK.dtype)
+
+
+class SwiGLU(Function):
+    """silu(gate) * up * weight, weight being the routing weight of each row or None. Saves gate_up and the weight."""
+
+    @staticmethod
+    def forward(ctx, gate_up, weight):
+        ctx.save_for_backward(gate_up, weight)
+        gate, up = gate_up.float().chunk(2, -1)
+        y = F.silu(gate) * up
+        return (y if weight is None else y * weight[:, None]).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate_up, weight = ctx.saved_tensors
+        gate, up = gate_up.float().chunk(2, -1)
+        dy32, s = dy.float(), torch.sigmoid(gate)
+        silu = gate * s
+        dweight = None
+        if weight is not None:
+            dweight = (dy32 * silu * up).sum(-1)
+            dy32 = dy32 * weight[:, None]
+        dgate = dy32 * up * (s + silu * (1 - s))
+        return torch.cat((dgate, dy32 * silu), -1).to(gate_up.dtype), dweight
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Attention
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """The documents inside a row. `bounds` lies on the host, so that launching needs no synchronisation."""
+
+    bounds: list[int]  # [0, ..., T]
+    bounds_device: Tensor  # the same, int32
+
+
+def segment_attention(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, segments: Segments) -> Tensor:
+    """Causal attention inside each segment, none across; returns [T, H, K]."""
+    gqa = q_THK.shape[1] != k_TJK.shape[1]
+    if q_THK.device.type in ("cpu", "meta"):  # a loop over segments is 2-3 times faster than a mask
+        out = []
+        for a, b in zip(segments.bounds, segments.bounds[1:]):
+            q, k, v = (x[None, a:b].transpose(1, 2) for x in (q_THK, k_TJK, v_TJK))
+            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)[0].transpose(0, 1))
+        return torch.cat(out)
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(b - a for a, b in zip(segments.bounds, segments.bounds[1:]))
+    cu = segments.bounds_device
+    return varlen_attn(q_THK, k_TJK, v_TJK, cu, cu, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+
+
+def attention(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, m: Model) -> Tensor:
+    T = x_TD.shape[0]
+    h_TD = rms_norm(x_TD, w["attn_norm"])
+    q_THK = rms_norm((h_TD @ w["q"].T).view(T, m.heads, m.head_dim), w["q_norm"])
+    k_TJK = rms_norm((h_TD @ w["k"].T).view(T, m.kv_heads, m.head_dim), w["k_norm"])
+    v_TJK = (h_TD @ w["v"].T).view(T, m.kv_heads, m.head_dim)
+    if rope is not None:
+        q_THK, k_TJK = RoPE.apply(q_THK, *rope), RoPE.apply(k_TJK, *rope)
+    y_THK = segment_attention(q_THK, k_TJK, v_TJK, segments)
+    return y_THK.reshape(T, -1) @ w["o"].T
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Router
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def router_logits(h_TD: Tensor, router_XD: Tensor) -> Tensor:
+    """fp32 logits [T, X]: in bf16 about 9% of the tokens tie at the cut."""
+    return h_TD.float() @ router_XD.T
+
+
+@torch.no_grad()
+def choose_experts(logits_TX: Tensor, bias_X: Tensor, m: Model) -> Tensor:
+    """The k experts of each token, ascending, int32 [T, k].
+
+    First the best `max_per_group` of each group, then the best k of those, both by score + bias; the lower index wins
+    a tie. max_per_group = k is plain top-k, k / groups gives each group the same load (MoGE, Tang et al. 2025), values
+    between are group-limited routing."""
+    T, c, per_group = logits_TX.shape[0], m.group_limit, m.experts // m.groups
+    score = torch.softmax(logits_TX, -1) if m.router == "softmax" else torch.sigmoid(logits_TX)
+    score = score + bias_X
+    if c >= m.top_k or m.groups == 1:
+        chosen = best(score, m.top_k)
+    else:
+        score_TGx = score.view(T, m.groups, per_group)
+        in_group = best(score_TGx, c).sort(-1).values
+        first = torch.arange(0, m.experts, per_group, device=score.device)[:, None]
+        chosen = (in_group + first).flatten(1)
+        if not m.even_groups:
+            chosen = chosen.gather(1, best(score.gather(1, chosen), m.top_k))
+    return chosen.sort(-1).values.to(torch.int32)
+
+
+def best(score: Tensor, n: int) -> Tensor:
+    """Indices of the n largest along the last dimension. A stable sort, since topk may return either of a tie."""
+    return score.sort(dim=-1, descending=True, stable=True).indices[..., :n]
+
+
+class RoutingWeights(Function):
+    """Weights of the chosen experts, [T, k] fp32, summing to 1. Saves the weights and the indices, not the logits.
+
+    softmax: renormalising over the chosen makes it the softmax of the chosen logits alone.
+    sigmoid: s / sum(s) of the chosen (DeepSeek-V3)."""
+
+    @staticmethod
+    def forward(ctx, logits_TX, chosen_Tk, kind):
+        picked = logits_TX.gather(1, chosen_Tk)
+        score = torch.softmax(picked, -1) if kind == "softmax" else torch.sigmoid(picked)
+        weights = score if kind == "softmax" else score / score.sum(-1, keepdim=True)
+        ctx.save_for_backward(weights, score if kind == "sigmoid" else None, chosen_Tk)
+        ctx.experts = logits_TX.shape[1]
+        return weights
+
+    @staticmethod
+    def backward(ctx, dweights):
+        weights, score, chosen = ctx.saved_tensors
+        dpicked = weights * (dweights - (weights * dweights).sum(-1, keepdim=True))
+        if score is not None:
+            dpicked = dpicked * (1 - score)  # d log s / d logit = 1 - s
+        return dpicked.new_zeros(len(dpicked), ctx.experts).scatter_(1, chosen, dpicked), None, None
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Experts
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Pairs(NamedTuple):
+    """The token-expert pairs that a rank's experts process, sorted by expert."""
+
+    token_P: Tensor  # int64: which token of the node
+    slot_MS: Tensor  # int64 [M, S]: where a token's pairs are in the sorted order; `none` where it has fewer than S
+    choice_P: Tensor  # int64: index into the flattened [M, k] routing weights
+    offsets_X: Tensor  # int32: end of each expert's pairs
+
+
+def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: int) -> Pairs:
+    """Pairs of the experts in `mine`; offsets for `padded` of them, the surplus being empty.
+
+    rows: length of the pair arrays, at least the number of pairs; what lies beyond the last offset points at valid
+    tokens, is never read back and takes no part in a product's result. slots: the most pairs that one token has."""
+    M, k = chosen_Mk.shape
+    device, count = chosen_Mk.device, len(mine)
+    local_Mk = chosen_Mk.long() - mine.start
+    is_mine_Mk = (local_Mk >= 0) & (local_Mk < count)
+    key = torch.where(is_mine_Mk, local_Mk, count).flatten()  # the others' sort to the end
+    order = key.argsort(stable=True)
+    ends = torch.arange(1, padded + 1, device=device).clamp_(max=count)
+    offsets_X = torch.searchsorted(key[order], ends).to(torch.int32)
+    # the inverse: where pair (token, choice) went; then only the local ones of each token, in the first columns
+    position_Mk = torch.empty_like(order).scatter_(0, order, torch.arange(M * k, device=device)).view(M, k)
+    if slots < k:  # choices ascend, so a token's local ones are neighbours
+        column = is_mine_Mk.to(torch.int8).argmax(1, keepdim=True) + torch.arange(slots, device=device)
+        inside, column = column < k, column.clamp(max=k - 1)
+        position_Mk, is_mine_Mk = position_Mk.gather(1, column), is_mine_Mk.gather(1, column) & inside
+    slot_MS = torch.where(is_mine_Mk, position_Mk, rows)
+    choice_P = order[:rows]
+    return Pairs(choice_P // k, slot_MS, choice_P, offsets_X)
+
+
+def sum_slots(rows_PD: Tensor, slot_MS: Tensor) -> Tensor:
+    """out[n] = sum over s of rows[slot[n, s]] in fp32, in the order of s; slots of value P add nothing.
+
+    A gather and a sum, no atomic add: the same bits every time."""
+    P = rows_PD.shape[0]
+    total = None
+    for slot_M in slot_MS.unbind(1):
+        part = rows_PD.index_select(0, slot_M.clamp(max=P - 1)).float()
+        part = torch.where((slot_M < P)[:, None], part, 0.0)  # where, not a product: unread rows may hold NaN
+        total = part if total is None else total.add_(part)
+    return total
+
+
+class TakeTokens(Function):
+    """rows[p] = x[token[p]]; transposed by SumPairs."""
+
+    @staticmethod
+    def forward(ctx, x_MD, pairs):
+        ctx.pairs = pairs
+        return x_MD.index_select(0, pairs.token_P)
+
+    @staticmethod
+    def backward(ctx, drows_PD):
+        return sum_slots(drows_PD, ctx.pairs.slot_MS).to(drows_PD.dtype), None
+
+
+class SumPairs(Function):
+    """y[n] = sum of the rows of token n; transposed by TakeTokens."""
+
+    @staticmethod
+    def forward(ctx, rows_PD, pairs):
+        ctx.pairs = pairs
+        return sum_slots(rows_PD, pairs.slot_MS).to(rows_PD.dtype)
+
+    @staticmethod
+    def backward(ctx, dy_MD):
+        return dy_MD.index_select(0, ctx.pairs.token_P), None
+
+
+class TakeWeights(Function):
+    """The routing weight of each pair, [P] from [M, k]; choices that are other ranks' pairs get no gradient here."""
+
+    @staticmethod
+    def forward(ctx, weights_Mk, pairs):
+        ctx.pairs, ctx.shape = pairs, weights_Mk.shape
+        return weights_Mk.flatten().index_select(0, pairs.choice_P)
+
+    @staticmethod
+    def backward(ctx, d_P):
+        # rows beyond the last offset are uninitialised; each choice occurs once, so the scatter is deterministic
+        used = torch.arange(len(d_P), device=d_P.device) < ctx.pairs.offsets_X[-1]
+        d = d_P.new_zeros(math.prod(ctx.shape)).scatter_(0, ctx.pairs.choice_P, torch.where(used, d_P, 0.0))
+        return d.view(ctx.shape), None
+
+
+def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XFD: Tensor, down_XDF: Tensor) -> Tensor:
+    """Sum over a token's local experts of weight * down(silu(gate(x)) * up(x)), [M, D].
+
+    The routing weight multiplies before the down-projection, so that combining is a plain sum."""
+    rows_PD = TakeTokens.apply(x_MD, pairs)
+    gate_up_PF = F.grouped_mm(rows_PD, gate_up_XFD.transpose(1, 2), offs=pairs.offsets_X)
+    hidden_PF = SwiGLU.apply(gate_up_PF, TakeWeights.apply(weights_Mk, pairs))
+    return SumPairs.apply(F.grouped_mm(hidden_PF, down_XDF.transpose(1, 2), offs=pairs.offsets_X), pairs)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Block and head
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """What the forward pass decided and the recomputation must reuse, or near-ties would flip."""
+
+    chosen_Tk: Tensor  # int32
+    rows: int  # length of the pair arrays
+
+
+def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: Route | None, bias_X: Tensor,
+          dispatch: Callable, combine: Callable, mine: range, m: Model) -> tuple[Tensor, Route]:
+    """One layer on one row. Returns the layer's output and the routing, which is taken from `route` where given.
+
+    w: the layer's weights by short name; gate_up [X', 2F, D] and down [X', D, F] are the experts `mine` of this rank's
+    node slot, padded to X'. dispatch(h_TD, weights_Tk, chosen_Tk) returns the node's tokens, weights and choices;
+    combine(y_MD) sends the partial sums home and adds them."""
+    x_TD = x_TD + attention(x_TD, w, segments, rope, m)
+    h_TD = rms_norm(x_TD, w["moe_norm"])
+    logits_TX = router_logits(h_TD, w["router"])
+    chosen_Tk = choose_experts(logits_TX, bias_X, m) if route is None else route.chosen_Tk
+    weights_Tk = RoutingWeights.apply(logits_TX, chosen_Tk.long(), m.router)
+
+    h_MD, weights_Mk, chosen_Mk = dispatch(h_TD, weights_Tk, chosen_Tk)
+    rows = route.rows if route else count_rows(chosen_Mk, mine, m)
+    pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m))
+    y_TD = combine(experts(h_MD, weights_Mk, pairs, w["gate_up"], w["down"]))
+    if m.shared_experts:
+        gate_up = torch.cat((h_TD @ w["shared_gate"].T, h_TD @ w["shared_up"].T), -1)
+        y_TD = y_TD + SwiGLU.apply(gate_up, None) @ w["shared_down"].T
+    return x_TD + y_TD, Route(chosen_Tk, rows)
+
+
+def most_per_token(n_local: int, m: Model) -> int:
+    """The most pairs that one token can have among n_local consecutive experts."""
+    return min(m.top_k, n_local, m.group_limit * math.ceil(n_local * m.groups / m.experts))
+
+
+def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:
+    """Length of the pair arrays: known beforehand when whole groups lie here and each gets the same load; else read
+    from the device once, in the forward pass, and rounded up (fewer sizes for the allocator to hold)."""
+    per_group = m.experts // m.groups
+    if m.even_groups and len(mine) % per_group == 0:
+        return chosen_Mk.shape[0] * m.group_limit * (len(mine) // per_group)
+    count = int(((chosen_Mk >= mine.start) & (chosen_Mk < mine.stop)).sum())
+    return min(-(-max(count, 1) // 128) * 128, chosen_Mk.numel())
+
+
+def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool):
+    """Final norm, logits and cross-entropy in chunks of tokens: the T x V logits never exist.
+
+    targets: int64, -1 for none. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
+    scale * loss, or None where grads is False. dhead is fp32."""
+    T, V = x_TD.shape[0], head_VD.shape[0]
+    chunk = max(64, 2**26 // V)  # 256 MiB of fp32 logits
+    with torch.set_grad_enabled(grads):
+        x_leaf, norm_leaf = x_TD.detach().requires_grad_(grads), norm_D.detach().requires_grad_(grads)
+        h_TD = rms_norm(x_leaf, norm_leaf)
+    with torch.no_grad():
+        loss = torch.zeros((), dtype=torch.float64, device=x_TD.device)
+        dh_TD = torch.empty_like(h_TD) if grads else None
+        dhead_VD = torch.zeros(head_VD.shape, dtype=torch.float32, device=x_TD.device) if grads else None
+        for a in range(0, T, chunk):
+            h, target = h_TD[a : a + chunk], targets_T[a : a + chunk]
+            has_target, index = target >= 0, target.clamp(min=0)[:, None]
+            logits = (h @ head_VD.T).float()
+            lse = logits.logsumexp(-1)
+            loss += torch.where(has_target, lse - logits.gather(1, index)[:, 0], 0.0).sum(dtype=torch.float64)
+            if grads:
+                d = logits.sub_(lse[:, None]).exp_()
+                d.scatter_add_(1, index, d.new_full(index.shape, -1.0)).mul_((has_target * scale)[:, None])
+                d = d.to(h.dtype)
+                dh_TD[a : a + chunk] = d @ head_VD
+                dhead_VD += d.T @ h
+    if not grads:
+        return loss, None, None, None
+    dx_TD, dnorm_D = torch.autograd.grad(h_TD, (x_leaf, norm_leaf), dh_TD)
+    return loss, dx_TD, dnorm_D, dhead_VD
+
+
+def embed_tokens(tokens_T: Tensor, embed_VD: Tensor) -> Tensor:
+    return embed_VD.index_select(0, tokens_T)
+
+
+def embed_grad(tokens_T: Tensor, dx_TD: Tensor, vocab: int) -> Tensor:
+    """Gradient of the embedding table, fp32 [V, D]: needs the token ids only, not the table."""
+    return torch.ops.aten.embedding_dense_backward(dx_TD.float(), tokens_T, vocab, -1, False)

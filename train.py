@@ -1,0 +1,555 @@
+"""nano1t: train a Mixture-of-Experts language model.
+
+    make train                                                    4 ranks on this machine, debug size, embedded corpus
+    make train ARGS="--steps=50 --seq_len=1024"                   any hyperparameter below
+    python launch.py --nodes 2 --ranks-per-node 2 -- train.py     two simulated nodes
+    python train.py                                               one rank
+
+Reads top to bottom: hyperparameters, the schedule of a step with every collective in it, the loop.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import data
+import launch
+import optim
+from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
+                   head_loss, model_of, rope_cache, uses_rope)
+from parallel import (Combine, Dispatch, Grid, Pending, State, exchange, finish, gather, grid_shape, init_state,
+                      make_grid, reduce)
+
+
+@dataclass
+class Hyperparameters:
+    # the run
+    run: str = "debug"  # name of the directory out/<run>
+    size: str = "debug"  # row of the table in model.py
+    steps: int = 300  # length of the run and of the learning-rate schedule
+    stop_at: int = 0  # end before this step, with a checkpoint and the schedule unchanged; 0: do not
+    seed: int = 0  # of the initial weights and of the order of the data
+    resume: str = "auto"  # auto: the newest checkpoint of this run, if any | never | a checkpoint's directory
+    # data
+    data: str = "embedded"  # embedded | a .txt or .jsonl file | a directory of them
+    tokenizer: str = ""  # a SentencePiece model; empty: train one on the data
+    seq_len: int = 0  # tokens per row; 0: the size's
+    rows_per_rank: int = 0  # rows of a rank in a step, run breadth-first; 0: rows_per_step / ranks, or 1
+    rows_per_step: int = 0  # rows of all ranks in a step, which a resumed run keeps; 0: rows_per_rank x ranks
+    # layout and precision
+    replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
+    dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
+    grad_transport: str = "fp32"  # gradients on the wire: bf16 | fp32; the sum is fp32 either way
+    # optimizer
+    optimizer: str = "muon"  # muon (matrices; the rest AdamW) | adamw
+    lr: float = 5e-3  # peak; Muon's update is scaled so that both share it
+    warmup: int = 20  # steps of linear warmup
+    schedule: str = "cosine"  # cosine | constant
+    final_lr: float = 0.05  # end of the cosine, as a fraction of lr
+    weight_decay: float = 0.1  # decoupled, on matrices
+    clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    # evaluation, checkpoints, output
+    val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
+    val_rows: int = 32  # held-out rows that are measured: always the first ones
+    ckpt_every: int = 100  # steps between checkpoints (and one at the end); 0: only at the end
+    ckpt_keep: int = 2  # newest checkpoints that stay; 0: all
+    wandb: str = "auto"  # auto: online if logged in, else offline | off
+    # the model, where it should differ from the size; 0: the size's
+    layers: int = 0
+    width: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    experts: int = 0
+    top_k: int = 0
+    groups: int = 0  # routing groups of consecutive experts
+    expert_width: int = 0
+    vocab: int = 0
+    rope_every: int = 0  # RoPE on every n-th layer
+    shared_experts: int = 0  # 0 or 1
+    max_per_group: int = 0  # experts of a group that a token may use; 0: top_k / groups, which makes the load even
+    router: str = "softmax"  # softmax | sigmoid
+
+
+# A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
+FIXED = ("seed", "optimizer")
+MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
+                "vocab", "rope_every", "seq_len")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The schedule
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """One row of tokens on the device."""
+
+    tokens_T: Tensor  # int64
+    targets_T: Tensor  # int64, -1: none
+    segments: Segments
+
+
+def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.dtype, wire: torch.dtype = torch.float32,
+             scale: float = 1.0, train: bool = True) -> tuple[Tensor, Tensor]:
+    """Forward and backward pass over this rank's rows; every collective of a step but the optimizer's starts here.
+
+    Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
+    values: of scale * (summed loss of all ranks). With train=False it ends at the loss.
+
+    In order, for layer i (-> starts, <- is waited for; group; who holds what afterwards):
+      forward   <- weights i      shard, column  every rank: the layer's dense weights and its node slot's experts
+                -> weights i+1
+                   dispatch       node           every rank: the tokens, routing weights and choices of its node
+                   combine        node           every rank: its own tokens, the partial sums of all experts added
+      backward  <- weights i, -> weights i-1     as above
+                   dispatch       node           again, with the recorded routing; the combine's transfer is left out
+                   combine's gradient (all-gather) and dispatch's gradient (all-to-all and sum), node
+                -> gradients i    shard, column  every owner: the sum over the shard of its part
+                <- gradients i+1, then replica   every owner: the sum over all ranks
+
+    Returns (summed loss of this rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
+
+    def layer(i: int) -> list[str]:
+        return [f"layers.{i}.{bucket}" for bucket in ("dense", "control", "gate_up", "down")]
+
+    def dispatch(h_TD, weights_Tk, chosen_Tk):  # all-gather over the node: [T, ...] -> [E*T, ...]
+        return Dispatch.apply(h_TD, weights_Tk, chosen_Tk, grid.node)
+
+    def combine(y_MD):  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
+        return Combine.apply(y_MD, grid.node, True)
+
+    def combine_gradient_only(y_MD):
+        return Combine.apply(y_MD, grid.node, False)
+
+    T = len(rows[0].tokens_T)
+    tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
+    ropes = [tables if uses_rope(i, m) else None for i in range(m.layers)]
+    mine = grid.local_experts(m)
+
+    # ---- forward: no autograd graph is kept, only each layer's input and its routing
+    embedding = gather(state, ["embed"], grid, dtype)
+    ahead = gather(state, layer(0), grid, dtype)
+    table_VD = embedding.wait()["embed"]
+    x = [embed_tokens(row.tokens_T, table_VD) for row in rows]
+    del table_VD
+    inputs, routes = [], []
+    for i in range(m.layers):
+        w = ahead.wait()
+        ahead = gather(state, layer(i + 1) if i + 1 < m.layers else ["final", "head"], grid, dtype)
+        inputs.append(x if train else None)
+        with torch.no_grad():
+            out = [block(x[b], w, row.segments, ropes[i], None, state.bias_LX[i], dispatch, combine, mine, m)
+                   for b, row in enumerate(rows)]  # breadth-first: all rows while this layer's weights are here
+        x, route = map(list, zip(*out))
+        routes.append(route)
+
+    # ---- head and loss, in chunks of tokens
+    w = ahead.wait()
+    if train:
+        ahead = gather(state, layer(m.layers - 1), grid, dtype)
+    loss, dx, grads = 0, [], {}
+    for b, row in enumerate(rows):
+        loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
+        loss, dx = loss + loss_b, dx + [dx_b]
+        accumulate(grads, {"final_norm": dnorm, "head": dhead})
+    del w, x
+    if not train:
+        return loss, torch.zeros_like(loss)
+    reducing, squared_norm = reduce(state, ["final", "head"], grads, grid, wire), 0
+
+    # ---- backward: each layer is recomputed from its input
+    for i in reversed(range(m.layers)):
+        w = {name: value.detach().requires_grad_() for name, value in ahead.wait().items()}
+        if i:
+            ahead = gather(state, layer(i - 1), grid, dtype)
+        grads, inputs_i, routes_i = {}, inputs.pop(), routes.pop()
+        for b, row in enumerate(rows):
+            x_TD = inputs_i[b].detach().requires_grad_()
+            y_TD, _ = block(x_TD, w, row.segments, ropes[i], routes_i[b], state.bias_LX[i], dispatch,
+                            combine_gradient_only, mine, m)
+            dx[b], *dw = torch.autograd.grad(y_TD, [x_TD, *w.values()], dx[b])
+            accumulate(grads, dict(zip(w, dw)))
+            del x_TD, y_TD, dw
+        del w, inputs_i
+        started = reduce(state, layer(i), grads, grid, wire)
+        squared_norm = squared_norm + finish(reducing)  # of layer i+1, while layer i's are on their way
+        reducing = started
+
+    # ---- the embedding's gradient needs the token ids only
+    grads = {}
+    for b, row in enumerate(rows):
+        accumulate(grads, {"embed": embed_grad(row.tokens_T, dx[b], m.vocab)})
+    started = reduce(state, ["embed"], grads, grid, wire)
+    squared_norm = squared_norm + finish(reducing) + finish(started)
+    return loss, squared_norm
+
+
+def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
+    """Adds the gradients of one more row."""
+    for name, grad in grads.items():
+        total[name] = total[name].add_(grad) if name in total else grad
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Data of a step, evaluation
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def to_device(row: data.Row, device: torch.device) -> Row:
+    bounds = torch.tensor(row.bounds, dtype=torch.int32)
+    tensors = [torch.from_numpy(x).to(device) for x in (row.tokens_S, row.targets_S)]
+    return Row(*tensors, Segments(row.bounds, bounds.to(device)))
+
+
+def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[Row]:
+    """This rank's rows: a contiguous part of the step's, so that ranks and rows per rank can be traded."""
+    count = rows_per_step // grid.world.size
+    ids = data.row_ids(step * rows_per_step + grid.world.index * count, count, len(rows), seed)
+    return [to_device(rows[int(r)], device) for r in ids]
+
+
+def mean_segment(rows: data.Rows) -> float:
+    """Length of the document piece that a token lies in, averaged over the tokens of some rows; what attention costs."""
+    lengths = [b - a for r in range(min(len(rows), 64)) for a, b in zip(rows[r].bounds, rows[r].bounds[1:])]
+    return sum(n * n for n in lengths) / sum(lengths)
+
+
+def count_targets(rows: list[Row]) -> int:
+    return sum(int((row.targets_T >= 0).sum()) for row in rows)
+
+
+def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, dtype, device) -> tuple[float, int]:
+    """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
+
+    Ranks take turns; one whose rows run out before the others' computes a row without targets, so that every rank takes
+    part in every collective."""
+    limit = min(limit or len(rows), len(rows))
+    total = torch.zeros(2, dtype=torch.float64)
+    for first in range(0, limit, grid.world.size):
+        r = first + grid.world.index
+        row = to_device(rows[min(r, limit - 1)], device)
+        if r >= limit:
+            row = row._replace(targets_T=torch.full_like(row.targets_T, -1))
+        loss, _ = schedule([row], state, grid, m, dtype, train=False)
+        total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
+    loss, targets = exchange(total.tolist(), grid, device).sum(0)
+    return loss / max(targets, 1), int(targets)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> Hyperparameters:
+    """--name=value for any hyperparameter. Raises ConfigError for an unknown name or a value of another type."""
+    fields = {f.name: f for f in dataclasses.fields(Hyperparameters)}
+    values = {}
+    for arg in argv:
+        name, equals, text = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or not equals:
+            raise ConfigError(f"{arg!r}: write settings as --name=value, e.g. --steps=50")
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, 1)
+            hint = f"did you mean --{near[0]}?" if near else "the names are in Hyperparameters at the top of train.py"
+            raise ConfigError(f"--{name}={text}: no such setting; {hint}")
+        values[name] = parse_value(name, text, fields[name].type)
+    return Hyperparameters(**values)
+
+
+def parse_value(name: str, text: str, kind: type):
+    if kind is bool:
+        if text.lower() in ("true", "false", "1", "0"):
+            return text.lower() in ("true", "1")
+        raise ConfigError(f"--{name}={text}: expected True or False")
+    try:
+        value = kind(text)
+    except ValueError:
+        example = {int: "a whole number, e.g. 100", float: "a number, e.g. 1e-3"}[kind]
+        raise ConfigError(f"--{name}={text}: expected {example}") from None
+    if kind is not str and not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"--{name}={text}: must be a finite number, zero or more")
+    return value
+
+
+def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, Model]:
+    """Fills in what 0 and auto stand for, and refuses what cannot work before anything is started or written."""
+    changes = {name: getattr(hp, name) or None for name in MODEL_FIELDS}
+    m = model_of(hp.size, **changes, shared_experts=hp.shared_experts, max_per_group=hp.max_per_group, router=hp.router)
+    grid_shape(where.world, where.ranks_per_node, hp.replicas, m)
+    per_rank = hp.rows_per_rank or (hp.rows_per_step // where.world if hp.rows_per_step else 1)
+    per_step = hp.rows_per_step or per_rank * where.world
+    if per_rank * where.world != per_step:
+        raise ConfigError(f"--rows_per_step={per_step}: must be rows_per_rank x {where.world} ranks; use --rows_per_step="
+                          f"{max(per_rank, 1) * where.world}" + (f" or leave out --rows_per_rank={hp.rows_per_rank}"
+                                                                 if hp.rows_per_rank else ""))
+    for name, allowed in {"dtype": ("auto", "float32", "bfloat16"), "grad_transport": ("bf16", "fp32"),
+                          "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
+                          "wandb": ("auto", "off")}.items():
+        if getattr(hp, name) not in allowed:
+            raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
+    if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
+        raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
+    if hp.steps < 1:
+        raise ConfigError(f"--steps={hp.steps}: must be at least 1")
+    if m.seq_len < 2:
+        raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
+    data.check_source(hp.data, hp.tokenizer)
+    dtype = hp.dtype if hp.dtype != "auto" else "float32" if where.device.type == "cpu" else "bfloat16"
+    hp = dataclasses.replace(hp, dtype=dtype, seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
+                             max_per_group=m.group_limit, **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
+    return hp, m
+
+
+def compare(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
+    """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly."""
+    was = found["settings"]
+    pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step")}
+    pairs |= {name: (found["model"][name], value) for name, value in asdict(m).items()}
+    pairs["data fingerprint"] = (found["fingerprint"], fingerprint)
+    different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
+    if different:
+        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}); set it as it was, "
+                          f"or start another run with --run=NAME (this one: --run={hp.run})")
+    for name, value in asdict(hp).items():
+        if was.get(name) != value and name not in ("resume", "stop_at"):
+            log(f"resumed with another --{name}: {was.get(name)} -> {value}")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Output of a run
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """Rank 0's files in out/<run>/ and the console; on other ranks every method does nothing."""
+
+    def __init__(self, hp: Hyperparameters, where: launch.Place):
+        self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
+        self.hp = hp
+
+    def open(self, hp: Hyperparameters, m: Model, step: int):
+        """Once the run is known to be able to start: nothing is written before."""
+        if not self.active:
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
+        self.keep_metrics_before(step)
+        self.log_file = open(self.path / "log.txt", "a", buffering=1)
+        self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
+        total, active = count_params(m)
+        self.log(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}", console=False)
+        self.log(f"settings {json.dumps(asdict(hp))}", console=False)
+        self.log(f"versions python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; "
+                 f"git {git_state()}", console=False)
+        self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
+        if hp.wandb == "auto":
+            self.wandb = start_wandb(hp, self.path)
+
+    def keep_metrics_before(self, step: int):
+        """After a rewind the steps that will be run again must not be in the file twice."""
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            lines = [line for line in path.read_text().splitlines(True) if json.loads(line)["step"] <= step]
+            path.with_suffix(".tmp").write_text("".join(lines))
+            path.with_suffix(".tmp").rename(path)
+
+    def log(self, text: str, console: bool = True):
+        if not self.active:
+            return
+        if console:
+            print(text, flush=True)
+        if hasattr(self, "log_file"):
+            self.log_file.write(text + "\n")
+
+    def progress(self, step: int, phase: str):
+        if self.active:
+            tmp = self.path / ".progress.json"
+            tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
+            tmp.rename(self.path / "progress.json")
+
+    def metrics(self, values: dict):
+        if self.active:
+            self.metrics_file.write(json.dumps(values) + "\n")
+            if self.wandb:
+                self.wandb.log(values, step=values["step"])
+
+    def close(self):
+        if self.wandb:
+            self.wandb.finish()
+
+
+def git_state() -> str:
+    """Commit and whether files differ from it; 'unknown' outside a checkout or without git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    except OSError:
+        return "unknown"
+    return f"{head.stdout.strip()}{' with changes' if dirty.stdout else ''}" if head.returncode == 0 else "unknown"
+
+
+def start_wandb(hp: Hyperparameters, path: Path):
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    return wandb.init(project="nano1t", name=hp.run, id=None, dir=path, config=asdict(hp), mode=mode,
+                      settings=wandb.Settings(silent=True, console="off"))
+
+
+def memory_gb(device: torch.device) -> dict:
+    """Peaks of this rank so far: resident host memory and, on an accelerator, allocated memory; allocator retries."""
+    peak = {"peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "peak_device_gb": None,
+            "alloc_retries": None}
+    if device.type != "cpu":
+        stats = torch.accelerator.memory_stats(device)
+        peak |= {"peak_device_gb": stats["allocated_bytes.all.peak"] / 2**30, "alloc_retries": stats["num_alloc_retries"]}
+    return peak
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The loop
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
+    """Rank 0 prepares what is missing; then every rank finds it finished, or makes its own where disks are not shared."""
+    args = hp.data, hp.vocab, hp.seq_len, hp.seed, hp.tokenizer
+    error = None
+    if grid.world.index == 0:
+        try:
+            data.prepare(*args, log=log)
+        except ConfigError as e:
+            error = e
+    failed = exchange([float(error is not None)], grid, device)[0, 0]
+    if failed:
+        raise error or ConfigError("rank 0 could not prepare the data, see its message")
+    return data.prepare(*args, log=lambda *_: None)
+
+
+def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
+    """Fresh or from a checkpoint; also the first step to run."""
+    state = init_state(m, grid, hp.seed, device)
+    optim.init_moments(state, hp.optimizer)
+    found = checkpoint.complete(out.path / "ckpt")
+    if hp.resume not in ("auto", "never"):
+        found = [Path(hp.resume)]
+    if hp.resume == "never" and out.path.exists():
+        exchange([0.0], grid, device)  # all ranks have looked
+        if out.active:
+            aside = out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+            out.path.rename(aside)
+            out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
+    if hp.resume == "never" or not found:
+        return state, 0
+    manifest = checkpoint.read_manifest(found[-1])
+    compare(manifest, hp, m, fingerprint, found[-1], out.log)
+    checkpoint.load(found[-1], state, grid, m)
+    out.log(f"resumed from {found[-1]}")
+    return state, manifest["step"]
+
+
+def main(argv: list[str]) -> int:
+    hp = parse(argv)
+    where = launch.place()
+    hp, m = resolve(hp, where)
+    out, stop = Output(hp, where), launch.StopRequest()
+    launch.setup(where)
+    device, dtype = where.device, getattr(torch, hp.dtype)
+    grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m)
+    out.log(f"{where.world} ranks on {device.type}: {grid.R} replicas x {grid.N} nodes x {grid.E} ranks, {hp.dtype}")
+
+    path = prepare_data(hp, grid, device, out.log)
+    rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
+    state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
+    last = min(hp.stop_at or hp.steps, hp.steps)
+    if step >= last:
+        out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
+                "--resume=never starts afresh")
+        return launch.EXIT_OK
+    out.open(hp, m, step)
+    requested = train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, stop)
+    out.close()
+    return launch.EXIT_STOPPED if requested else launch.EXIT_OK
+
+
+def train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, stop) -> bool:
+    """Steps until `last`; True if it ended early because a signal asked for it."""
+    wire = torch.bfloat16 if hp.grad_transport == "bf16" else torch.float32
+    meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
+    flops = flops_per_token(m, mean_segment(rows))
+    batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
+    targets = exchange([count_targets(batch)], grid, device).sum()
+    step_times = []
+    while step < last:
+        start, waited = time.perf_counter(), Pending.waited_s
+        lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
+        next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
+
+        loss, squared_norm = schedule(batch, state, grid, m, dtype, wire, scale=1 / max(targets, 1))
+        # world all-gather of a few numbers: every rank now knows the loss, the norm, the next targets and who was told to stop
+        totals = exchange([float(loss), float(squared_norm), count_targets(next_batch), bool(stop.requested)], grid, device)
+        loss, squared_norm, next_targets, requested = totals.sum(0)
+        loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
+        if not math.isfinite(grad_norm):
+            ranks = [i for i, row in enumerate(totals) if not math.isfinite(row[0] + row[1])]
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, first seen on ranks {ranks}; "
+                                     "no update was made. Lower --lr or resume from a checkpoint with other data")
+        optim.update(state, grid, m, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step)
+
+        step, batch, targets = step + 1, next_batch, next_targets
+        ending = step == last or requested
+        step_s, waited_s, val_loss = time.perf_counter() - start, Pending.waited_s - waited, None
+        if hp.val_every and (step % hp.val_every == 0 or step == last):
+            val_loss, _ = held_out_loss(held_out, hp.val_rows, state, grid, m, dtype, device)
+        report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, val_loss, flops, step_times, device)
+        if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
+            out.progress(step, "checkpoint")
+            checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
+            if ending:
+                out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
+                        + (f"; stopped by {stop.requested or 'request'}, run again to go on" if requested else ""))
+                break
+    out.progress(step, "done" if step == hp.steps else "stopped")
+    return bool(requested) and step < last
+
+
+def report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, val_loss, flops, step_times, device):
+    """One line on the console, one object in metrics.jsonl."""
+    tokens = hp.rows_per_step * hp.seq_len
+    step_times.append(step_s)
+    recent = sorted(step_times[-20:])[len(step_times[-20:]) // 2]
+    tok_s = tokens / step_s
+    peak = launch.peak_flops(device)
+    out.metrics({
+        "step": step, "tokens": step * tokens, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": step_s,
+        "tok_s": tok_s, "tok_s_gpu": tok_s / grid.world.size, "mfu": tok_s / grid.world.size * flops / peak if peak else None,
+        "exposed_comm_s": waited_s, **memory_gb(device), **({} if val_loss is None else {"val_loss": val_loss}),
+    })
+    out.progress(step, "step")
+    out.log(f"step {step}/{hp.steps}  loss {loss:.4f}  norm {grad_norm:.3f}  lr {lr:.2e}  {tok_s:,.0f} tok/s  {step_s:.2f} s  "
+            f"eta {duration(recent * (hp.steps - step))}" + ("" if val_loss is None else f"  held-out {val_loss:.4f}"))
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run(main))
