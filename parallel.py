@@ -88,6 +88,19 @@ def grid_shape(world: int, ranks_per_node: int, replicas: int, m: Model) -> tupl
     return replicas, N, E
 
 
+def grid_warnings(grid: Grid, m: Model) -> list[str]:
+    """What works but costs: ranks with uneven load, and padding that travels with the experts."""
+    found = []
+    if grid.E > m.groups and m.even_groups:
+        found.append(f"{grid.E} ranks per node share {m.groups} routing groups: the load is even per group but not per rank")
+    sent, needed = grid.owned_per_rank(m) * grid.N, m.experts // grid.E
+    if sent > needed:
+        better = [n for n in range(1, needed + 1) if needed % n == 0]
+        found.append(f"{needed} experts of a column over {grid.N} nodes: {sent / needed:.2f}x the bytes, as padding; even: "
+                     f"{', '.join(str(n) for n in better)} nodes per replica")
+    return found
+
+
 def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Model, connect: bool = True) -> Grid:
     """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what."""
     R, N, E = grid_shape(world, ranks_per_node, replicas, m)

@@ -31,8 +31,8 @@ import launch
 import optim
 from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
                    head_loss, model_of, rope_cache, uses_rope)
-from parallel import (Combine, Dispatch, Grid, Pending, State, exchange, finish, gather, grid_shape, init_state,
-                      make_grid, reduce)
+from parallel import (Combine, Dispatch, Grid, Pending, State, all_gather, exchange, finish, gather, grid_shape,
+                      grid_warnings, init_state, make_grid, reduce)
 
 
 @dataclass
@@ -256,9 +256,9 @@ def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Mode
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> Hyperparameters:
-    """--name=value for any hyperparameter. Raises ConfigError for an unknown name or a value of another type."""
-    fields = {f.name: f for f in dataclasses.fields(Hyperparameters)}
+def parse(argv: list[str], cls=Hyperparameters):
+    """--name=value for any field of the dataclass. Raises ConfigError for an unknown name or a value of another type."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {}
     for arg in argv:
         name, equals, text = arg.removeprefix("--").partition("=")
@@ -266,10 +266,10 @@ def parse(argv: list[str]) -> Hyperparameters:
             raise ConfigError(f"{arg!r}: write settings as --name=value, e.g. --steps=50")
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
-            hint = f"did you mean --{near[0]}?" if near else "the names are in Hyperparameters at the top of train.py"
+            hint = f"did you mean --{near[0]}?" if near else f"the names are: {', '.join(fields)}"
             raise ConfigError(f"--{name}={text}: no such setting; {hint}")
         values[name] = parse_value(name, text, fields[name].type)
-    return Hyperparameters(**values)
+    return cls(**values)
 
 
 def parse_value(name: str, text: str, kind: type):
@@ -433,18 +433,26 @@ def duration(seconds: float) -> str:
 
 
 def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
-    """Rank 0 prepares what is missing; then every rank finds it finished, or makes its own where disks are not shared."""
+    """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
+    another, makes its own."""
     args = hp.data, hp.vocab, hp.seq_len, hp.seed, hp.tokenizer
-    error = None
+    path, error = Path(), None
     if grid.world.index == 0:
         try:
-            data.prepare(*args, log=log)
+            path = data.prepare(*args, log=log)
         except ConfigError as e:
             error = e
-    failed = exchange([float(error is not None)], grid, device)[0, 0]
-    if failed:
+    path = Path(share_text("" if error else str(path), grid, device))
+    if path == Path():
         raise error or ConfigError("rank 0 could not prepare the data, see its message")
-    return data.prepare(*args, log=lambda *_: None)
+    return path if path.exists() else data.prepare(*args, log=lambda *_: None)
+
+
+def share_text(text: str, grid: Grid, device) -> str:
+    """Rank 0's text on every rank, at most 4,096 bytes of it."""
+    sent = torch.zeros(4096, dtype=torch.uint8)
+    sent[: len(text.encode())] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    return bytes(all_gather(sent.to(device), grid.world).wait()[0].tolist()).rstrip(b"\0").decode()
 
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
@@ -470,14 +478,15 @@ def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: 
 
 
 def main(argv: list[str]) -> int:
-    hp = parse(argv)
-    where = launch.place()
-    hp, m = resolve(hp, where)
-    out, stop = Output(hp, where), launch.StopRequest()
+    stop, where = launch.StopRequest(), launch.place()
+    hp, m = resolve(parse(argv), where)
+    out = Output(hp, where)
     launch.setup(where)
     device, dtype = where.device, getattr(torch, hp.dtype)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m)
     out.log(f"{where.world} ranks on {device.type}: {grid.R} replicas x {grid.N} nodes x {grid.E} ranks, {hp.dtype}")
+    for warning in grid_warnings(grid, m):
+        out.log(f"warning: {warning}")
 
     path = prepare_data(hp, grid, device, out.log)
     rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")

@@ -295,9 +295,9 @@ def test_embedded_source_split():
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
-TEXTS = ["a\tb\n\n\tc", "  lead and trail  ", "🤗 émoji 漢字", "0123456789 3.14159", "</s>", "a</s>b<unk><s><0x0A>", 
-         "\r\n\r",
-         "\0x\0", "\ufeffmid\ufeff", "▁ ▁under▁", "▅", "", " ", "\n", "x" * 5000, "        return x\n" * 50, "\ufffd"]
+TEXTS = ["a\tb\n\n\tc", "  lead and trail  ", "🤗 émoji 漢字", "0123456789 3.14159", "</s>", "a</s>b<unk><s><0x0A>",
+         "\r\n\r", "\0x\0", "\ufeffmid\ufeff", "▁ ▁under▁", "▅", "", " ", "\n",
+         "x" * 5000, "        return x\n" * 50, "\ufffd"]
 
 
 @pytest.mark.parametrize("n", range(len(TEXTS)))

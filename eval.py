@@ -1,0 +1,434 @@
+"""What a checkpoint has learnt: held-out loss beside count-based tables, and text.
+
+    make eval   ARGS="--run=debug"              the newest checkpoint of out/debug; python eval.py loss --run=debug
+    make sample ARGS="--prompt='Return a'"      python eval.py sample --prompt='Return a' --temperature=0.7
+    python launch.py -- eval.py loss            on several ranks; any grid reads any checkpoint
+
+`loss` measures all held-out rows, next to what needs no network: tables of single tokens and of token pairs, counted
+in the very rows that the checkpoint was trained on. Nats per token depend on the tokenizer, bits per byte do not.
+`loss` also appends an object to out/<run>/evals.jsonl. `sample` runs on one rank.
+
+The pair table is Jelinek-Mercer interpolation, p(t | c) = a n(c,t) / n(c) + b n(t) / N + g / V, with weights a, b, g
+that depend on n(c) (Jelinek and Mercer 1980). They are set by EM on rows that the counts leave out.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import checkpoint
+import data
+import launch
+import train
+from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
+from parallel import Grid, State, gather, make_buckets, make_grid
+
+
+@dataclass
+class Settings:
+    run: str = "debug"  # name of the directory out/<run>
+    step: int = 0  # of the checkpoint; 0: the newest
+    checkpoint: str = ""  # a checkpoint's directory, instead of run and step
+    data: str = ""  # where the run's data are now, if they have moved; empty: where the run found them
+    tokenizer: str = ""  # the same for its tokenizer
+    dtype: str = "auto"  # auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
+
+
+@dataclass
+class LossSettings(Settings):
+    rows: int = 0  # held-out rows that are measured: the first ones; 0: all
+    fit_tokens: int = 1 << 25  # the tables count at most so many of the tokens seen (8 bytes each, and again to sort)
+    replicas: int = 1  # with many ranks: copies of the sharded model
+
+
+@dataclass
+class SampleSettings(Settings):
+    prompt: str = "Return the"  # no space at the end: pieces carry theirs at the front
+    samples: int = 3
+    tokens: int = 200  # at most, per sample; it ends before where the document does
+    temperature: float = 0.8  # 0: the likeliest token each time
+    greedy: bool = False  # the same as --temperature=0
+    top_p: float = 0.95  # draw from the likeliest tokens that together have this probability
+    seed: int = 0
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# A checkpoint, its model and its data
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    path: Path  # the checkpoint
+    manifest: dict
+    hp: train.Hyperparameters  # as the run was trained, but with this call's data, tokenizer and dtype
+    m: Model
+
+
+def find_checkpoint(s: Settings) -> Path:
+    """Raises ConfigError where there is no such finished checkpoint, and names those that are there."""
+    if s.checkpoint:
+        if s.step:
+            raise ConfigError(f"--step={s.step} and --checkpoint={s.checkpoint}: give one of them")
+        if not (Path(s.checkpoint) / ".complete").exists():
+            raise ConfigError(f"--checkpoint={s.checkpoint}: not a complete checkpoint (no .complete in it); name a "
+                              "directory such as out/debug/ckpt/step-00000100")
+        return Path(s.checkpoint)
+    found = checkpoint.complete(Path("out") / s.run / "ckpt")
+    if not found:
+        others = sorted({p.parent.parent.parent.name for p in Path("out").glob("*/ckpt/step-*/.complete")})
+        there = f"or name a run that has one: {', '.join(others)}" if others else "no run in out/ has one"
+        raise ConfigError(f"--run={s.run}: no finished checkpoint in out/{s.run}/ckpt; train it (make train "
+                          f'ARGS="--run={s.run}"), {there}')
+    wanted = checkpoint.directory(Path("out") / s.run / "ckpt", s.step) if s.step else found[-1]
+    if wanted not in found:
+        steps = ", ".join(str(int(checkpoint.NAME.search(p.name)[1])) for p in found)
+        raise ConfigError(f"--step={s.step}: run {s.run} has no finished checkpoint of this step; use one of {steps}")
+    return wanted
+
+
+def open_run(s: Settings, device: torch.device) -> Run:
+    path = find_checkpoint(s)
+    if s.dtype not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"--dtype={s.dtype}: unknown; use one of auto, float32, bfloat16")
+    dtype = s.dtype if s.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+    manifest = checkpoint.read_manifest(path)
+    known = {f.name for f in dataclasses.fields(train.Hyperparameters)}
+    hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
+    hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer, dtype=dtype)
+    data.check_source(hp.data, hp.tokenizer)
+    return Run(path, manifest, hp, Model(**manifest["model"]))
+
+
+def open_data(run: Run, grid: Grid, device: torch.device) -> Path:
+    """The run's prepared data, rebuilt where they are missing. Raises ConfigError where they are not the run's."""
+    path = train.prepare_data(run.hp, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
+    now, then = data.Rows(path, "val").fingerprint, run.manifest["fingerprint"]
+    if now != then:
+        hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
+                if run.hp.data == "embedded" else "restore those files, or give their place with --data=PATH")
+        raise ConfigError(f"--data={run.hp.data}: not what {run.path} was trained on (fingerprint {now[:12]}, the "
+                          f"checkpoint's is {then[:12]}); {hint}")
+    return path
+
+
+def load_state(run: Run, grid: Grid, device: torch.device) -> State:
+    """Masters and routing bias, without the optimizer's moments."""
+    buckets = make_buckets(run.m, grid)
+    master = {name: torch.zeros(bucket.owned, device=device) for name, bucket in buckets.items()}
+    bias_LX = torch.zeros(run.m.layers, run.m.experts, device=device)
+    state = State(buckets, master, {name: {} for name in buckets}, bias_LX)
+    checkpoint.load(run.path, state, grid, run.m)
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Tables of counts. A pair is one int64 key, context * V + target, so that V^2 is never stored.
+# ------------------------------------------------------------------------------------------------------------------
+
+BUCKETS = 20  # of n(c), for the weights
+LEFT_OUT = 10  # one in so many rows is left out of the counts while the weights are set
+EM_ROUNDS = 100
+
+
+class Counts(NamedTuple):
+    vocab: int
+    keys: np.ndarray  # int64, ascending: the pairs that occurred ...
+    times: np.ndarray  # int64: ... and how often
+    context_V: np.ndarray  # int64: n(c)
+    target_V: np.ndarray  # int64: n(t)
+
+
+class Table(NamedTuple):
+    counts: Counts
+    edges: np.ndarray  # int64, ascending: where the next bucket of n(c) begins; bucket 0 is n(c) = 0
+    weights_B3: np.ndarray  # of the pair's, the target's and the uniform probability, fp64; rows sum to 1
+
+
+def pair_keys(rows: data.Rows, ids) -> np.ndarray:
+    """Keys of all (token, target) pairs of these rows, in order; tokens without a target make none."""
+    found = [np.empty(0, np.int64)]
+    for r in ids:
+        row = rows[int(r)]
+        has_target = row.targets_S >= 0
+        found.append(row.tokens_S[has_target] * rows.vocab + row.targets_S[has_target])
+    return np.concatenate(found)
+
+
+def count_pairs(keys: np.ndarray, vocab: int) -> Counts:
+    distinct, times = np.unique(keys, return_counts=True)
+
+    def add_up(ids):
+        return np.bincount(ids, times, vocab).astype(np.int64)  # exact: below 2^53
+
+    return Counts(vocab, distinct, times, add_up(distinct // vocab), add_up(distinct % vocab))
+
+
+def parts(counts: Counts, keys: np.ndarray) -> np.ndarray:
+    """fp64 [n, 3]: n(c,t) / n(c), n(t) / N and 1 / V of each pair; 0 where the divisor is."""
+    at = np.searchsorted(counts.keys, keys)
+    there = at < len(counts.keys)
+    there[there] = counts.keys[at[there]] == keys[there]
+    times = np.zeros(len(keys))
+    times[there] = counts.times[at[there]]
+    pair = times / np.maximum(counts.context_V[keys // counts.vocab], 1)
+    target = counts.target_V[keys % counts.vocab] / max(counts.times.sum(), 1)
+    return np.stack([pair, target, np.full(len(keys), 1 / counts.vocab)], 1)
+
+
+def bucket_of(table: Table, contexts: np.ndarray) -> np.ndarray:
+    """Row of the weights for each context. Of a table with one row, that row."""
+    n = table.counts.context_V[contexts]
+    bucket = np.where(n > 0, 1 + np.searchsorted(table.edges, n, "right"), 0)
+    return np.minimum(bucket, len(table.weights_B3) - 1)
+
+
+def probability(table: Table, keys: np.ndarray) -> np.ndarray:
+    """p(target | context) of each pair, fp64, never 0."""
+    return (parts(table.counts, keys) * table.weights_B3[bucket_of(table, keys // table.counts.vocab)]).sum(1)
+
+
+def fit_weights(table: Table, keys: np.ndarray) -> Table:
+    """The weights that make these pairs, which the table did not count, likeliest: EM, from the given ones.
+
+    Those are also added as one pair per bucket. So a weight of 0 stays 0, and no other becomes 0."""
+    prior, weights = table.weights_B3, table.weights_B3
+    p_n3, bucket = parts(table.counts, keys), bucket_of(table, keys // table.counts.vocab)
+    for _ in range(EM_ROUNDS):
+        share = p_n3 * weights[bucket]
+        share /= share.sum(1, keepdims=True)
+        total = prior + np.stack([np.bincount(bucket, part, len(prior)) for part in share.T], 1)
+        weights = total / total.sum(1, keepdims=True)
+    return table._replace(weights_B3=weights)
+
+
+def fit_tables(counted: np.ndarray, left_out: np.ndarray, vocab: int) -> dict[str, Table]:
+    """The unigram and the bigram table: weights set on the pairs left out, which then are counted too."""
+    counts = count_pairs(counted, vocab)
+    seen = counts.context_V[left_out // vocab]
+    seen = seen[seen > 0]
+    # quantiles, so that each bucket has its share of the pairs that decide the weights
+    ranks = np.linspace(0, 1, BUCKETS + 1)[1:-1]
+    edges = np.unique(np.quantile(seen, ranks, method="higher")) if len(seen) else np.empty(0, np.int64)
+    unseen, any_seen = np.array([0, 1, 1]) / 2, np.ones(3) / 3
+    start = {"unigram": Table(counts, edges[:0], unseen[None]),
+             "bigram": Table(counts, edges, np.stack([unseen] + [any_seen] * (len(edges) + 1)))}
+    everything = count_pairs(np.concatenate([counted, left_out]), vocab)
+    return {name: fit_weights(table, left_out)._replace(counts=everything) for name, table in start.items()}
+
+
+def seen_pairs(rows: data.Rows, positions: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of the rows at the first so many positions of training, as often as they were seen: (counted, left out).
+
+    The rows left out are the last by number: documents lie in random order along the rows, and most end inside the
+    block, whereas scattered rows would share theirs with counted neighbours."""
+    ids = np.sort(data.row_ids(0, positions, len(rows), seed))
+    distinct = np.unique(ids)
+    first = distinct[-(-len(distinct) * (LEFT_OUT - 1) // LEFT_OUT):][:1]  # empty: too few rows, none is left out
+    cut = int(np.searchsorted(ids, first[0])) if len(first) else len(ids)
+    return pair_keys(rows, ids[:cut]), pair_keys(rows, ids[cut:])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# loss
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def bits_per_byte(nats: float, n_bytes: int) -> float:
+    """From summed nats and the UTF-8 bytes of the tokens they were spent on."""
+    return nats / math.log(2) / max(n_bytes, 1)
+
+
+def loss(argv: list[str]) -> int:
+    start = time.perf_counter()
+    s = train.parse(argv, LossSettings)
+    where = launch.place()
+    run = open_run(s, where.device)
+    launch.setup(where)
+    grid = make_grid(where.rank, where.world, where.ranks_per_node, s.replicas, run.m)
+    path = open_data(run, grid, where.device)
+    held_out = data.Rows(path, "val")
+    state = load_state(run, grid, where.device)
+    dtype = getattr(torch, run.hp.dtype)
+    mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, dtype, where.device)
+    if where.rank == 0:
+        keys = pair_keys(held_out, range(min(s.rows or len(held_out), len(held_out))))
+        assert len(keys) == targets, f"{targets} targets were measured, the rows have {len(keys)}"
+        result = compare(s, run, path, mean, keys)
+        result |= {"dtype": run.hp.dtype, "ranks": where.world, "seconds": round(time.perf_counter() - start, 1)}
+        print_table(result)
+        file = Path("out") / run.hp.run / "evals.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a") as f:
+            f.write(json.dumps(result) + "\n")
+    return launch.EXIT_OK
+
+
+def compare(s: LossSettings, run: Run, path: Path, mean: float, keys: np.ndarray) -> dict:
+    """The model's mean loss beside the tables', as an object for evals.jsonl. keys: the held-out pairs."""
+    rows, n_held_out, step = data.Rows(path, "train"), len(data.Rows(path, "val")), run.manifest["step"]
+    seen = step * run.hp.rows_per_step
+    positions = min(seen, max(s.fit_tokens // rows.seq_len, 1))
+    tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab)
+    n_bytes = int(data.token_bytes(data.load_tokenizer(path))[keys % rows.vocab].sum())
+    nats = {"model": mean}
+    for name in ("bigram", "unigram"):
+        nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
+    nats["chance"] = math.log(rows.vocab)
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"), "checkpoint": str(run.path), "step": step,
+        "tokens": seen * rows.seq_len, "fit_tokens": positions * rows.seq_len,
+        "rows": min(s.rows or n_held_out, n_held_out), "targets": len(keys), "bytes": n_bytes, "nats": nats,
+        "bits_per_byte": {name: bits_per_byte(x * len(keys), n_bytes) for name, x in nats.items()},
+    }
+
+
+LABELS = {"model": "this model", "bigram": "bigram table", "unigram": "unigram table", "chance": "chance, ln V"}
+
+
+def print_table(r: dict):
+    counted = "" if r["fit_tokens"] == r["tokens"] else f", the tables {r['fit_tokens']:,} (--fit_tokens)"
+    print(f"{r['checkpoint']}: {r['tokens']:,} tokens seen{counted}")
+    print(f"held out: {r['rows']:,} rows, {r['targets']:,} targets, {r['bytes']:,} bytes; {r['dtype']}, "
+          f"{r['seconds']:.1f} s\n")
+    print(f"{'':16}{'nats/token':>12}{'perplexity':>14}{'bits/byte':>12}")
+    for name, x in r["nats"].items():
+        print(f"{LABELS[name]:16}{x:12.4f}{math.exp(min(x, 700)):14,.1f}{r['bits_per_byte'][name]:12.4f}")
+    worse = [LABELS[name] for name, x in r["nats"].items() if name != "model" and not r["nats"]["model"] < x]
+    if worse:
+        print(f"\nThe model does not beat: {'; '.join(worse)}. Train longer than {r['step']} steps, or look for a "
+              "fault.")
+    sys.stdout.flush()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# sample
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def whole_weights(state: State, grid: Grid, m: Model, dtype: torch.dtype) -> dict:
+    """All weights in the compute type, on a grid of one rank; takes the masters out of the state on the way.
+
+    Returns embed, final_norm, head, bias_LX, and layers: one dict per layer as `block` wants it."""
+    assert grid.world.size == 1
+
+    def take(*names: str) -> dict[str, Tensor]:
+        weights = gather(state, list(names), grid, dtype).wait()
+        for name in names:
+            del state.master[name]
+        return weights
+
+    kinds = ("dense", "control", "gate_up", "down")
+    layers = [take(*(f"layers.{i}.{kind}" for kind in kinds)) for i in range(m.layers)]
+    return take("embed", "final", "head") | {"layers": layers, "bias_LX": state.bias_LX}
+
+
+@torch.no_grad()
+def logits(tokens_T: Tensor, bounds: list[int], weights: dict, m: Model, last: bool = False) -> Tensor:
+    """fp32 [T, V], or [1, V] of the last position. bounds: [0, ..., T], the documents inside the row."""
+    T, device = len(tokens_T), tokens_T.device
+    segments = Segments(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
+    cos, sin = rope_cache(m.rope_theta, m.head_dim, max(T, m.seq_len), device)  # one length, so one entry in the cache
+    x_TD = embed_tokens(tokens_T, weights["embed"])
+    for i, w in enumerate(weights["layers"]):
+        rope = (cos[:T], sin[:T]) if uses_rope(i, m) else None
+        x_TD, _ = block(x_TD, w, segments, rope, None, weights["bias_LX"][i], lambda *tokens: tokens, lambda y_TD: y_TD,
+                        range(m.experts), m)
+    return (rms_norm(x_TD[-1:] if last else x_TD, weights["final_norm"]) @ weights["head"].T).float()
+
+
+def pick(logits_V: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
+    """A token id. logits: fp64, -inf for what must not come. temperature 0: the likeliest, of equals the first."""
+    order = np.argsort(-logits_V, kind="stable")
+    if temperature == 0:
+        return int(order[0])
+    p = np.exp((logits_V[order] - logits_V[order[0]]) / temperature)
+    below = np.cumsum(p / p.sum())
+    keep = 1 + int((below[:-1] < top_p).sum())
+    return int(order[np.searchsorted(below[:keep], rng.random() * below[keep - 1], "right").clip(max=keep - 1)])
+
+
+def continuation(prompt: list[int], s: SampleSettings, weights: dict, m: Model, tok, rng, device) -> list[int]:
+    """Up to s.tokens ids, without end-of-document. One forward pass of the last seq_len tokens for each: no cache."""
+    ids = list(prompt)
+    never = np.ones(m.vocab, bool)  # the vocabulary may be padded, and control pieces and <unk> are no text
+    never[: tok.vocab_size()] = [tok.is_control(i) or tok.is_unknown(i) for i in range(tok.vocab_size())]
+    never[tok.eos_id()] = False
+    while len(ids) < len(prompt) + s.tokens:
+        row = torch.tensor(ids[-m.seq_len:], device=device)
+        logits_V = logits(row, [0, len(row)], weights, m, last=True)[0].double().cpu().numpy()
+        logits_V[never] = -np.inf
+        ids.append(pick(logits_V, s.temperature, s.top_p, rng))
+        if ids[-1] == tok.eos_id():
+            return ids[len(prompt):-1]
+    return ids[len(prompt):]
+
+
+def check_sample(s: SampleSettings) -> SampleSettings:
+    for name in ("samples", "tokens"):
+        if getattr(s, name) < 1:
+            raise ConfigError(f"--{name}={getattr(s, name)}: must be at least 1")
+    if not 0 < s.top_p <= 1:
+        raise ConfigError(f"--top_p={s.top_p}: must be above 0 and at most 1; 1 draws from all tokens")
+    if not s.prompt:
+        raise ConfigError("--prompt=: empty; give the first words of a text, e.g. --prompt='Return the'")
+    if any("\ud800" <= c <= "\udfff" for c in s.prompt):
+        raise ConfigError(f"--prompt={ascii(s.prompt)}: not valid UTF-8; write it in UTF-8")
+    if s.greedy or s.temperature == 0:  # the others would be the same
+        s = dataclasses.replace(s, temperature=0.0, samples=1)
+    return s
+
+
+def sample(argv: list[str]) -> int:
+    s = check_sample(train.parse(argv, SampleSettings))
+    where = launch.place()
+    if where.world > 1:
+        raise ConfigError(f"WORLD_SIZE={where.world}: sample runs on one rank; start it with make sample or "
+                          "`python eval.py sample`")
+    run = open_run(s, where.device)
+    launch.setup(where)
+    grid = make_grid(0, 1, 1, 1, run.m)
+    tok = data.load_tokenizer(open_data(run, grid, where.device))
+    weights = whole_weights(load_state(run, grid, where.device), grid, run.m, getattr(torch, run.hp.dtype))
+    sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
+    prompt = data.encode(tok, [s.prompt])[0]
+    note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
+    print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
+          + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))
+    for i in range(s.samples):
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([s.seed, i])))  # so --samples changes none
+        ids = continuation(prompt, s, weights, run.m, tok, rng, where.device)
+        ended = "cut" if len(ids) == s.tokens else "ended by itself"
+        # decoded at once, since a character may be several byte pieces, and after the prompt, since a leading space counts
+        text = tok.decode(prompt + ids)[len(tok.decode(prompt)):]
+        print(f"\n--- sample {i + 1} of {s.samples}: {len(ids)} tokens, {ended}")
+        print(f"[[{printable(s.prompt)}]]{printable(text)}", flush=True)
+    return launch.EXIT_OK
+
+
+def printable(text: str) -> str:
+    """Without control characters, which could change the terminal."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
+
+
+COMMANDS = {"loss": loss, "sample": sample}
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] not in COMMANDS:
+        given = repr(argv[0]) if argv else "no command"
+        raise ConfigError(f"{given}: write `eval.py loss` or `eval.py sample`, then settings as --name=value")
+    return COMMANDS[argv[0]](argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run(main))

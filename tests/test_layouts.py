@@ -1,0 +1,77 @@
+"""The test that matters: every layout computes the same loss, norm, gradients and training as one rank."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from spawn import worker
+
+CASES = [dict(name=f"c{c}-{router}", c=c, router=router) for c in (1, 2, 4) for router in ("softmax", "sigmoid")]
+CASES.append(dict(name="shared", c=1, router="sigmoid", shared=1))
+FAULTS = ["unreduced:node", "unreduced:column", "unreduced:shard", "wrong count", "experts x E"]
+
+
+def run(tmp, nodes, ranks, replicas=1, cases=CASES):
+    out = tmp / f"{nodes}x{ranks}-{replicas}"
+    worker("layouts", nodes, ranks, out, replicas=replicas, cases=cases)
+    results = json.loads((out / "results.json").read_text())
+    for case in cases:
+        results[case["name"]]["gradients"] = read_gradients(out, case["name"])
+    return results
+
+
+def read_gradients(out, case) -> dict[str, torch.Tensor]:
+    """Whole gradients, put together from the ranks' pieces."""
+    parts = {}
+    for path in sorted(out.glob(f"{case}.*.safetensors")):
+        with safe_open(path, "pt") as f:
+            for key in f.keys():
+                name, start = key.split("@")
+                parts.setdefault(name, {})[int(start)] = f.get_tensor(key)
+    return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in parts.items()}
+
+
+def differences(reference, other) -> list[str]:
+    """What is not equal: loss of step 1 (1e-6 relative), norm and every gradient (1e-4), loss after 5 steps (1e-3)."""
+    found = []
+
+    def compare(what, a, b, tolerance):
+        if not abs(a - b) <= tolerance * abs(a):
+            found.append(f"{what}: {a} against {b}")
+
+    compare("step-1 loss", reference["losses"][0], other["losses"][0], 1e-6)
+    compare("norm", reference["norm"], other["norm"], 1e-4)
+    compare("loss after 5 steps", reference["losses"][-1], other["losses"][-1], 1e-3)
+    if reference["gradients"].keys() != other["gradients"].keys():
+        found.append(f"parameters: {reference['gradients'].keys() ^ other['gradients'].keys()}")
+    for name, gradient in reference["gradients"].items():
+        error = (gradient - other["gradients"][name]).abs().max()
+        if not error <= 1e-4 * gradient.abs().max():
+            found.append(f"gradient of {name}: off by {error:.2e}, its largest value is {gradient.abs().max():.2e}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """One rank, all rows."""
+    return run(tmp_path_factory.mktemp("reference"), 1, 1)
+
+
+@pytest.mark.parametrize("nodes, ranks, replicas", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2)])
+def test_layout_equals_one_rank(reference, tmp_path, nodes, ranks, replicas):
+    found = run(tmp_path, nodes, ranks, replicas)
+    for case in CASES:
+        assert not differences(reference[case["name"]], found[case["name"]]), case["name"]
+    assert reference["c1-softmax"]["losses"][-1] < reference["c1-softmax"]["losses"][0] - 0.02  # the steps did something
+
+
+@pytest.mark.parametrize("nodes, ranks, replicas, faults", [(2, 2, 1, FAULTS), (2, 2, 2, ["unreduced:replica"])])
+def test_planted_faults_are_found(reference, tmp_path, nodes, ranks, replicas, faults):
+    cases = [dict(name=fault.replace(":", "-"), c=1, router="softmax", fault=fault) for fault in faults]
+    found = run(tmp_path, nodes, ranks, replicas, cases)
+    for case in cases:
+        wrong = differences(reference["c1-softmax"], found[case["name"]])
+        assert wrong, f"{case['fault']} went unnoticed"
+        if case["fault"] != "unreduced:node":  # these leave the forward pass right: only the gradients tell
+            assert not any(line.startswith("step-1 loss") for line in wrong), case["fault"]

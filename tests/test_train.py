@@ -1,0 +1,185 @@
+"""train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train
+from launch import EXIT_CONFIG, EXIT_STOPPED, Place
+from model import ConfigError
+from safetensors.torch import load_file
+from spawn import ROOT, launch
+
+TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
+        "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A directory with some texts to train on."""
+    path = tmp_path_factory.mktemp("train")
+    (path / "texts").mkdir()
+    rng = np.random.default_rng(0)
+    words = "the model reads a row of tokens and every rank adds its part of the gradient to what the others sent".split()
+    for i in range(60):
+        text = " ".join(rng.choice(words, rng.integers(5, 400)))
+        (path / "texts" / f"{i}.txt").write_text(text)
+    return path
+
+
+def run(here, name, *args, nodes=2, ranks=2, check=True):
+    return launch(nodes, ranks, "train.py", f"--run={name}", *TINY, *args, cwd=here, check=check)
+
+
+def losses(here, name) -> list[tuple]:
+    lines = [json.loads(line) for line in (here / "out" / name / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line.get("val_loss") if line["step"] % 10 == 0 else None)
+            for line in lines]  # a run that stops measures once more
+
+
+def final_tensors(here, name, step) -> dict[str, torch.Tensor]:
+    files = sorted((here / "out" / name / "ckpt" / f"step-{step:08d}").glob("*.safetensors"))
+    return {f"{f.name}/{key}": tensor for f in files for key, tensor in load_file(f).items()}
+
+
+def test_interrupted_twice_and_resumed_is_bit_identical(here):
+    settings = ["--steps=40", "--ckpt_every=15"]
+    run(here, "whole", *settings)
+    run(here, "parts", *settings, "--stop_at=7")
+    assert len(losses(here, "parts")) == 7
+
+    argv = [sys.executable, ROOT / "launch.py", "--nodes", "2", "--ranks-per-node", "2", "--", ROOT / "train.py", "--run=parts"]
+    process = subprocess.Popen([*argv, *TINY, *settings], cwd=here, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step 17/"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stdout.read()
+    assert process.wait(60) == EXIT_STOPPED, rest
+    assert "stopped by SIGTERM" in rest
+    stopped = len(losses(here, "parts"))
+    assert 17 <= stopped < 40
+
+    run(here, "parts", *settings)
+    assert losses(here, "parts") == losses(here, "whole")
+    whole, parts = final_tensors(here, "whole", 40), final_tensors(here, "parts", 40)
+    assert whole.keys() == parts.keys() and len(whole) > 20
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_rewind_keeps_no_step_twice(here):
+    """A crash after step 6 with the last checkpoint at step 4: steps 5 and 6 are run again, and recorded once."""
+    run(here, "rewind", "--steps=12", "--stop_at=4")
+    metrics = here / "out" / "rewind" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 0}\n{"step": 6, "loss": 0}\n')
+    run(here, "rewind", "--steps=12")
+    assert [line[0] for line in losses(here, "rewind")] == list(range(1, 13))
+    assert all(line[1] > 0 for line in losses(here, "rewind"))
+
+
+def test_what_a_run_leaves_behind(here):
+    done = run(here, "files", "--steps=10", nodes=1, ranks=2)
+    out = here / "out" / "files"
+    assert re.search(r"step 10/10  loss \d\.\d+  norm .* tok/s .* eta 0m00s  held-out \d", done.stdout)
+    assert json.loads((out / "progress.json").read_text())["phase"] == "done"
+    settings = json.loads((out / "config.json").read_text())["settings"]
+    assert settings["rows_per_step"] == 2 and settings["dtype"] == "float32"
+    log = (out / "log.txt").read_text()
+    assert "versions python" in log and "git " in log and '"lr": ' in log
+    line = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"step", "tokens", "loss", "grad_norm", "lr", "step_s", "tok_s", "tok_s_gpu", "mfu", "exposed_comm_s",
+            "peak_host_gb", "alloc_retries", "val_loss"} <= line.keys()
+    assert line["tokens"] == 10 * 2 * 64
+    assert not list(out.rglob("*.tmp")) and not list((out / "ckpt").glob(".tmp*"))
+
+    again = run(here, "files", "--steps=10", nodes=1, ranks=2)
+    assert "nothing to do" in again.stdout
+    afresh = run(here, "files", "--steps=10", "--resume=never", nodes=1, ranks=2)
+    assert "is now in out/files." in afresh.stdout and len(losses(here, "files")) == 10
+    assert len(list((here / "out").glob("files.*"))) == 1, "the earlier run is kept"
+
+
+def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
+    run(here, "config", "--steps=4", nodes=1, ranks=1)
+    before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
+    for change, named in {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
+                          "--optimizer=adamw": "optimizer: checkpoint muon", "--rows_per_rank=2": "rows_per_step: checkpoint 1"}.items():
+        done = run(here, "config", "--steps=8", change, nodes=1, ranks=1, check=False)
+        assert done.returncode == EXIT_CONFIG and named in done.stderr and "--run=NAME" in done.stderr, done.stderr
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
+    assert "another --lr: 0.005 -> 0.001" in run(here, "config", "--steps=8", "--lr=1e-3", nodes=1, ranks=1).stdout
+
+
+def test_a_checkpoint_loads_at_another_layout(here):
+    """Written at 2x2; one rank goes on with the same rows and the same losses."""
+    run(here, "from", "--steps=12", "--stop_at=6")
+    checkpoint = here / "out" / "from" / "ckpt" / "step-00000006"
+    run(here, "to", "--steps=12", "--rows_per_step=4", f"--resume={checkpoint}", nodes=1, ranks=1)
+    run(here, "from", "--steps=12")
+    for there, back in zip(losses(here, "from")[6:], losses(here, "to"), strict=True):
+        assert there[0] == back[0] and there[1] == pytest.approx(back[1], rel=1e-4)
+
+
+def test_damaged_checkpoints_are_refused(here):
+    run(here, "damage", "--steps=4", nodes=1, ranks=1)
+    checkpoint = here / "out" / "damage" / "ckpt" / "step-00000004"
+    file = checkpoint / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    done = run(here, "damage", "--steps=8", nodes=1, ranks=1, check=False)
+    assert done.returncode == EXIT_CONFIG and "damaged" in done.stderr
+    (checkpoint / ".complete").unlink()  # as if the machine had died before the marker
+    assert "step 1/8" in run(here, "damage", "--steps=8", nodes=1, ranks=1).stdout
+
+
+def test_every_rank_ends_with_the_same_error_at_once(here):
+    start = time.time()
+    done = run(here, "bad", "--stepz=3", check=False)
+    assert done.returncode == EXIT_CONFIG and time.time() - start < 30
+    assert done.stderr.count("error:") == 1 and "--stepz=3: no such setting; did you mean --steps?" in done.stderr
+    assert not (here / "out" / "bad").exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    ("--steps", "write settings as --name=value"),
+    ("--steps=ten", "--steps=ten: expected a whole number"),
+    ("--lr=fast", "--lr=fast: expected a number"),
+    ("--lr=nan", "--lr=nan: must be a finite number"),
+    ("--lr=-1", "--lr=-1: must be a finite number, zero or more"),
+    ("--steps=0", "--steps=0: must be at least 1"),
+    ("--size=2t", "--size=2t: unknown; sizes are debug"),
+    ("--dtype=float16", "--dtype=float16: unknown; use one of auto, float32, bfloat16"),
+    ("--experts=18", "--groups=4: must divide the 18 experts"),
+    ("--experts=6 --groups=2 --top_k=2", "--experts=6: must be a multiple of the 4 ranks per node"),
+    ("--groups=3 --experts=12 --top_k=3", "--groups=3: neither divides nor is divided by the 4 ranks per node"),
+    ("--kv_heads=3", "--kv_heads=3: must divide the 4 query heads; nearest that do: 1, 2, 4"),
+    ("--max_per_group=5", "--max_per_group=5: at most 4 experts are in a group"),
+    ("--top_k=17", "--top_k=17: more than the 16 experts"),
+    ("--replicas=3", "--replicas=3: must divide the 2 nodes"),
+    ("--rows_per_step=7", "--rows_per_step=7: must be rows_per_rank x 8 ranks"),
+    ("--rows_per_step=16 --rows_per_rank=3", "use --rows_per_step=24 or leave out --rows_per_rank=3"),
+    ("--data=nowhere", "--data='nowhere'"),
+    ("--run=../x", "--run=../x: must be a plain directory name"),
+    ("--optimizer=sgd", "--optimizer=sgd: unknown; use one of muon, adamw"),
+    ("--shared_experts=2", "--shared_experts=2: use 0 or 1"),
+])
+def test_bad_settings_name_setting_value_and_fix(args, message):
+    where = Place(0, 8, 0, 4, torch.device("cpu"), "gloo")
+    if "--experts=6" in args:
+        where = Place(0, 4, 0, 4, torch.device("cpu"), "gloo")
+    with pytest.raises(ConfigError) as error:
+        train.resolve(train.parse(args.split()), where)
+    assert message in str(error.value), error.value
+
+
+def test_more_ranks_than_experts_asks_for_replicas():
+    with pytest.raises(ConfigError, match=r"--replicas=1: 8 nodes x 4 ranks are more than the 16 experts.*use --replicas=2"):
+        train.resolve(train.parse([]), Place(0, 32, 0, 4, torch.device("cpu"), "gloo"))
