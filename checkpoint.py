@@ -120,7 +120,7 @@ def read_manifest(path: Path) -> dict:
     """Raises ConfigError if path is not a complete checkpoint."""
     if not (path / ".complete").exists():
         raise ConfigError(f"--resume={path}: not a complete checkpoint (no .complete in it); name one that is, or use "
-                          "--resume=auto")
+                          "--resume=auto for the newest")
     return json.loads((path / "manifest.json").read_text())
 
 
@@ -158,6 +158,6 @@ def open_verified(path: Path, rank: int, manifest: dict):
     file = rank_file(path, rank)
     said = manifest["files"][file.name]
     if not file.exists() or file.stat().st_size != said["bytes"] or checksum(file) != said["sha256"]:
-        raise ConfigError(f"checkpoint file {file} is missing or damaged (its checksum differs from the manifest's); resume "
-                          f"from an older one with --resume=PATH: {', '.join(str(p) for p in complete(path.parent))}")
+        raise ConfigError(f"checkpoint file {file} is missing or damaged (its checksum differs from the manifest's); use an "
+                          f"older one (--resume=PATH): {', '.join(str(p) for p in complete(path.parent))}")
     return safe_open(file, "pt")

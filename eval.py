@@ -15,12 +15,16 @@ that depend on n(c) (Jelinek and Mercer 1980). They are set by EM on rows that t
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+# Threads that spin while they wait for a busy core make small products up to 100 times slower; read by torch's import.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
@@ -98,13 +102,11 @@ def find_checkpoint(s: Settings) -> Path:
 
 def open_run(s: Settings, device: torch.device) -> Run:
     path = find_checkpoint(s)
-    if s.dtype not in ("auto", "float32", "bfloat16"):
-        raise ConfigError(f"--dtype={s.dtype}: unknown; use one of auto, float32, bfloat16")
-    dtype = s.dtype if s.dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
     manifest = checkpoint.read_manifest(path)
     known = {f.name for f in dataclasses.fields(train.Hyperparameters)}
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
-    hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer, dtype=dtype)
+    hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer,
+                             dtype=train.resolve_dtype(s.dtype, device))
     data.check_source(hp.data, hp.tokenizer)
     return Run(path, manifest, hp, Model(**manifest["model"]))
 
@@ -233,8 +235,8 @@ def seen_pairs(rows: data.Rows, positions: int, seed: int) -> tuple[np.ndarray, 
     block, whereas scattered rows would share theirs with counted neighbours."""
     ids = np.sort(data.row_ids(0, positions, len(rows), seed))
     distinct = np.unique(ids)
-    first = distinct[-(-len(distinct) * (LEFT_OUT - 1) // LEFT_OUT):][:1]  # empty: too few rows, none is left out
-    cut = int(np.searchsorted(ids, first[0])) if len(first) else len(ids)
+    kept = max(1, len(distinct) * (LEFT_OUT - 1) // LEFT_OUT)
+    cut = np.searchsorted(ids, distinct[kept - 1], "right")  # of a single row nothing is left out: equal weights then
     return pair_keys(rows, ids[:cut]), pair_keys(rows, ids[cut:])
 
 
@@ -408,7 +410,7 @@ def sample(argv: list[str]) -> int:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([s.seed, i])))  # so --samples changes none
         ids = continuation(prompt, s, weights, run.m, tok, rng, where.device)
         ended = "cut" if len(ids) == s.tokens else "ended by itself"
-        # decoded at once, since a character may be several byte pieces, and after the prompt, since a leading space counts
+        # decoded at once, since a character may be several byte pieces, and with the prompt, since it may end in one
         text = tok.decode(prompt + ids)[len(tok.decode(prompt)):]
         print(f"\n--- sample {i + 1} of {s.samples}: {len(ids)} tokens, {ended}")
         print(f"[[{printable(s.prompt)}]]{printable(text)}", flush=True)

@@ -298,7 +298,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--rows_per_step={per_step}: must be rows_per_rank x {where.world} ranks; use --rows_per_step="
                           f"{max(per_rank, 1) * where.world}" + (f" or leave out --rows_per_rank={hp.rows_per_rank}"
                                                                  if hp.rows_per_rank else ""))
-    for name, allowed in {"dtype": ("auto", "float32", "bfloat16"), "grad_transport": ("bf16", "fp32"),
+    for name, allowed in {"grad_transport": ("bf16", "fp32"),
                           "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
@@ -310,10 +310,16 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
     data.check_source(hp.data, hp.tokenizer)
-    dtype = hp.dtype if hp.dtype != "auto" else "float32" if where.device.type == "cpu" else "bfloat16"
-    hp = dataclasses.replace(hp, dtype=dtype, seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
+    hp = dataclasses.replace(hp, dtype=resolve_dtype(hp.dtype, where.device), seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              max_per_group=m.group_limit, **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> str:
+    """What auto stands for on this device."""
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise ConfigError(f"--dtype={dtype}: unknown; use one of auto, float32, bfloat16")
+    return dtype if dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
 
 
 def compare(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):

@@ -1,0 +1,490 @@
+"""optim.py, and who owns and initialises what (parallel.py), seen by one process."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import model
+import optim
+import parallel
+import train
+from model import ConfigError, Segments
+from parallel import OWNERSHIP, init_state, initial_values, make_grid, pieces
+
+CPU = torch.device("cpu")
+TINY = dict(layers=2, width=32, heads=3, kv_heads=1, head_dim=16, experts=8, top_k=4, groups=4, expert_width=48, vocab=64)
+LAYOUTS = [(1, 1, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1), (1, 3, 1), (2, 1, 2), (2, 2, 1)]  # R, N, E
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def one_rank(m: model.Model, optimizer: str = "muon", dtype=torch.float32):
+    """A State of the only rank and its grid; with another dtype, masters and moments are made of it."""
+    grid = make_grid(0, 1, 1, 1, m, connect=False)
+    state = init_state(m, grid, 0, CPU)
+    state.master = {name: value.to(dtype) for name, value in state.master.items()}
+    optim.init_moments(state, optimizer)
+    return state, grid
+
+
+def grids(layout, m):
+    R, N, E = layout
+    return [make_grid(rank, R * N * E, E, R, m, connect=False) for rank in range(R * N * E)]
+
+
+def by_name(values: dict[str, Tensor], state, m, grid) -> dict[str, Tensor]:
+    """What a lone rank's buckets hold, by full parameter name."""
+    return {p.name: values[name].flatten()[p.at : p.at + p.stop - p.start].view(p.shape).clone()
+            for name, bucket in state.buckets.items() for p in pieces(bucket, m, grid)}
+
+
+def set_gradients(state, grads: dict[str, Tensor], m, grid):
+    """Puts whole gradients, by full name, where the optimizer finds this rank's part."""
+    for name, bucket in state.buckets.items():
+        flat = torch.zeros(math.prod(bucket.owned), dtype=state.master[name].dtype)
+        for p in pieces(bucket, m, grid):
+            flat[p.at : p.at + p.stop - p.start] = grads[p.name].flatten()[p.start : p.stop]
+        state.grad[name] = flat.view(bucket.owned)
+
+
+def random_gradients(m, dtype=torch.float32) -> dict[str, Tensor]:
+    return {name: torch.randn(shape, dtype=torch.float64).to(dtype) for name, shape in model.param_shapes(m).items()}
+
+
+def is_matrix_of_a_layer(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in "q k v o gate up down shared_gate shared_up shared_down".split()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Muon
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class PlainMuon:
+    """Muon as in a paper: one matrix at a time."""
+
+    def __init__(self, value: Tensor, dtype: torch.dtype):
+        self.value, self.momentum, self.dtype = value.clone(), torch.zeros_like(value), dtype
+
+    def step(self, grad: Tensor, lr: float, decay: float):
+        self.momentum = 0.95 * self.momentum + grad
+        nesterov = grad + 0.95 * self.momentum
+        x = (nesterov / (1.02 * nesterov.square().sum().sqrt())).to(self.dtype)
+        if len(x) > len(x.T):
+            x = x.T
+        for a, b, c in optim.POLAR_EXPRESS:
+            s = x @ x.T
+            x = a * x + (b * s + (c * s) @ s) @ x  # where c multiplies matters in bf16: 2% of the update
+        if x.shape != self.value.shape:
+            x = x.T
+        self.value = (1 - lr * decay) * self.value - lr * 0.2 * max(self.value.shape) ** 0.5 * x.to(self.value.dtype)
+
+
+# widths that make q and gate tall, k, o and down wide; then all of them square
+SHAPES = [dict(), dict(shared_experts=1), dict(heads=2, kv_heads=2, expert_width=32)]
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.bfloat16, 1e-3)])
+def test_muon_equals_a_plain_muon_of_single_matrices(changes, dtype, tolerance):
+    m = model.model_of("debug", **TINY | changes)
+    state, grid = one_rank(m, dtype=torch.float64)
+    start = by_name(state.master, state, m, grid)
+    plain = {name: PlainMuon(value, dtype) for name, value in start.items() if is_matrix_of_a_layer(name)}
+    for step in range(10):
+        grads, lr = random_gradients(m, torch.float64), 0.02 / (step + 1)
+        set_gradients(state, grads, m, grid)
+        optim.update(state, grid, m, "muon", lr, 0.1, 1.0, step, dtype)
+        assert not state.grad
+        for name, muon in plain.items():
+            muon.step(grads[name], lr, 0.1)
+    end = by_name(state.master, state, m, grid)
+    for name, muon in plain.items():
+        error = (end[name] - muon.value).norm() / (muon.value - start[name]).norm()
+        assert error < tolerance, f"{name}: {error:.1e} of the update"
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:5], ids=str)
+def test_the_update_of_many_ranks_equals_that_of_one(layout, optimizer, monkeypatch):
+    """The all-gather is played by first running every rank up to it. Update scale and matrices are the whole ones."""
+    m = model.model_of("debug", **TINY, shared_experts=1)
+    alone, grid = one_rank(m, optimizer)
+    ranks = grids(layout, m)
+    states = [init_state(m, g, 0, CPU) for g in ranks]
+    for state in states:
+        optim.init_moments(state, optimizer)
+    for step in range(2):
+        grads = random_gradients(m)
+        for state, g in [(alone, grid), *zip(states, ranks)]:
+            set_gradients(state, grads, m, g)
+        optim.update(alone, grid, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
+
+        sent = []
+        monkeypatch.setattr(optim, "all_gather", lambda x, group: sent[-1].append(x) or parallel.Pending(
+            None, (), lambda: torch.stack([x] * group.size)))
+        for state, g in zip(copy.deepcopy(states), ranks):
+            sent.append([])
+            optim.update(state, g, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
+        parts = [torch.stack(bucket) for bucket in zip(*sent)]
+        for state, g in zip(states, ranks):
+            waiting = iter(parts)
+            monkeypatch.setattr(optim, "all_gather", lambda x, group: parallel.Pending(
+                None, (), lambda p=next(waiting): p.clone()))
+            optim.update(state, g, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
+        monkeypatch.undo()
+    want = by_name(alone.master, alone, m, grid)
+    for state, g in zip(states, ranks):
+        for name, bucket in state.buckets.items():
+            flat = state.master[name].flatten()
+            for p in pieces(bucket, m, g):
+                part = want[p.name].flatten()[p.start : p.stop]
+                torch.testing.assert_close(flat[p.at : p.at + len(part)], part, rtol=1e-5, atol=1e-6)
+
+
+def test_coefficients_bring_singular_values_close_to_one():
+    values = torch.logspace(-3, 0, 4001, dtype=torch.float64) / 1.02  # the division by the norm has this safety
+    for a, b, c in optim.POLAR_EXPRESS:
+        values = a * values + b * values**3 + c * values**5
+    assert 0.84 < values.min() and values.max() < 1.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 64), (96, 32), (32, 96)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape, dtype):
+    n = min(shape)
+    for smallest in (1.0, 0.1, 3e-3):  # of the largest; about 1e-3 of the norm that they are divided by
+        values = torch.logspace(0, math.log10(smallest), n)
+        u, v = (torch.linalg.qr(torch.randn(side, n)).Q for side in shape)
+        x = optim.orthogonalise(u * values @ v.T, dtype).float()
+        assert x.shape == shape
+        result = torch.linalg.svdvals(x)
+        assert 0.7 < result.min() and result.max() < 1.3
+        # the factor of its own decomposition, not some other orthogonal matrix
+        assert ((u.T @ x @ v) - torch.diag((u.T @ x @ v).diag())).abs().max() < (1e-4 if dtype == torch.float32 else 0.1)
+        assert (u.T @ x @ v).diag().min() > 0.7
+
+
+def test_one_large_expert_does_not_change_the_others():
+    batch = torch.randn(4, 32, 48)
+    large = batch.clone()
+    large[2] *= 1000
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = optim.orthogonalise(batch, dtype), optim.orthogonalise(large, dtype)
+        assert torch.equal(a[[0, 1, 3]], b[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_stays_zero_and_the_scale_does_not_matter(dtype):
+    batch = torch.randn(3, 32, 48)
+    assert (optim.orthogonalise(torch.zeros(3, 32, 48), dtype) == 0).all()
+    want = optim.orthogonalise(batch, dtype)
+    assert torch.equal(optim.orthogonalise(batch * 2.0**-20, dtype), want)  # powers of two: no rounding
+    assert torch.equal(optim.orthogonalise(batch * 2.0**20, dtype), want)
+    for scale in (1e-9, 1e9):
+        error = (optim.orthogonalise(batch * scale, dtype) - want).float().norm() / want.float().norm()
+        assert error < (1e-4 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("exponent", range(-45, -8, 2))
+def test_vanishing_momentum_gives_no_nan(exponent):
+    """The squares of values below 1e-23 are zero in fp32, and so was the norm that such a matrix is divided by."""
+    matrix = torch.randn(2, 32, 48) * 10.0**exponent
+    for dtype in (torch.float32, torch.bfloat16):
+        x = optim.orthogonalise(matrix, dtype).float()
+        assert x.isfinite().all() and x.abs().max() < 1.5
+
+
+def test_an_expert_that_gets_no_tokens_stays_finite_for_good():
+    """Its momentum decays by 0.95 a step: 1e-25 of what it was after 1,100 steps."""
+    m = model.model_of("debug", **TINY | dict(layers=1))
+    state, grid = one_rank(m)
+    set_gradients(state, {name: 1e-4 * g for name, g in random_gradients(m).items()}, m, grid)
+    optim.update(state, grid, m, "muon", 1e-3, 0.1, 1.0, 0)
+    for moments in state.moments.values():
+        for moment in moments.values():
+            moment.mul_(0.95**1100)
+    set_gradients(state, {name: 0 * g for name, g in random_gradients(m).items()}, m, grid)
+    optim.update(state, grid, m, "muon", 1e-3, 0.1, 1.0, 1101)
+    assert all(master.isfinite().all() for master in state.master.values())
+
+
+def test_a_single_row_or_column_is_normalised():
+    for shape in [(1, 40), (40, 1), (1, 1)]:
+        x = torch.randn(shape)
+        y = optim.orthogonalise(x, torch.float32)
+        assert y.shape == shape and abs(y.norm() - 1) < 0.15
+        assert torch.allclose(y / y.norm(), x / x.norm(), atol=1e-5)
+
+
+def test_muon_moves_an_element_as_much_as_adamw_does():
+    # 0.2: the usual root mean square of AdamW's update in units of lr
+    for shape in [(64, 64), (96, 48), (48, 96)]:
+        rms = optim.muon_direction(torch.randn(shape), torch.float32).square().mean().sqrt()
+        assert 0.17 < rms < 0.23
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# AdamW, learning rate, clipping, decay
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_adamw_equals_that_of_torch(dtype, tolerance):
+    m = model.model_of("debug", **TINY)
+    state, grid = one_rank(m, "adamw", dtype)
+    start = by_name(state.master, state, m, grid)
+    decays = [n for n in start if is_matrix_of_a_layer(n) or n == "head"]
+    leaves = {name: value.clone().requires_grad_() for name, value in start.items()}
+    theirs = torch.optim.AdamW([
+        {"params": [leaves[n] for n in start if n in decays], "weight_decay": 0.1},
+        {"params": [leaves[n] for n in start if n not in decays], "weight_decay": 0.0},
+    ], betas=(0.9, 0.95), eps=1e-8)
+    for step in range(20):
+        grads, lr = random_gradients(m, dtype), 0.01 / (step + 1)
+        set_gradients(state, grads, m, grid)
+        optim.update(state, grid, m, "adamw", lr, 0.1, 1.0, step)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        for name, value in leaves.items():
+            value.grad = grads[name]
+        theirs.step()
+    for name, value in by_name(state.master, state, m, grid).items():
+        assert (value - leaves[name]).norm() / (value - start[name]).norm() < tolerance, name
+
+
+def test_learning_rate_schedules():
+    cosine = [optim.learning_rate(step, 100, 2.0, 10, "cosine", 0.1) for step in range(100)]
+    assert cosine[:10] == pytest.approx([2.0 * (i + 1) / 10 for i in range(10)])
+    assert cosine[10] == 2.0 and cosine[99] == pytest.approx(0.2)
+    assert all(a > b for a, b in zip(cosine[10:], cosine[11:]))
+    for step in range(10, 100):
+        assert cosine[step] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi * (step - 10) / 89)) / 2)
+    assert optim.learning_rate(500, 100, 2.0, 10, "cosine", 0.1) == pytest.approx(0.2)  # never up again
+    constant = [optim.learning_rate(step, 100, 2.0, 10, "constant", 0.1) for step in range(100)]
+    assert constant[:10] == cosine[:10] and constant[10:] == [2.0] * 90
+    assert optim.learning_rate(0, 1, 2.0, 0, "cosine", 0.1) == 2.0  # a run of one step, no warmup
+    with pytest.raises(ConfigError, match="--schedule=linear"):
+        optim.learning_rate(20, 100, 2.0, 10, "linear", 0.1)
+
+
+def test_clip_scale():
+    assert optim.clip_scale(4.0, 1.0) == pytest.approx(0.25)
+    assert optim.clip_scale(0.5, 1.0) == 1.0 and optim.clip_scale(0.0, 1.0) == 1.0
+    assert optim.clip_scale(1e9, 0) == 1.0
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_clipping_scales_every_gradient(optimizer):
+    m = model.model_of("debug", **TINY)
+    grads, results = random_gradients(m), []
+    for factor, clip in [(1.0, 0.25), (0.25, 1.0)]:
+        state, grid = one_rank(m, optimizer)
+        set_gradients(state, {name: factor * g for name, g in grads.items()}, m, grid)
+        optim.update(state, grid, m, optimizer, 0.01, 0.1, clip, 0)
+        results.append({**state.master, **{f"{n}/{k}": v for n, ms in state.moments.items() for k, v in ms.items()}})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_decay_is_decoupled_and_spares_norms_router_and_embedding(optimizer):
+    m = model.model_of("debug", **TINY, shared_experts=1)
+    state, grid = one_rank(m, optimizer)
+    start = by_name(state.master, state, m, grid)
+    set_gradients(state, {name: torch.zeros(s) for name, s in model.param_shapes(m).items()}, m, grid)
+    optim.update(state, grid, m, optimizer, 0.5, 0.1, 1.0, 0)
+    for name, value in by_name(state.master, state, m, grid).items():
+        factor = 1 - 0.5 * 0.1 if is_matrix_of_a_layer(name) or name == "head" else 1
+        assert torch.equal(value, start[name] * factor), name
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Every parameter: one optimizer, one owner, and it moves
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def test_muon_gets_the_matrices_of_layers_and_adamw_the_rest():
+    for m in (model.model_of("debug"), model.model_of("debug", shared_experts=1)):
+        grid = make_grid(0, 1, 1, 1, m, connect=False)
+        kinds = {}
+        for bucket in parallel.make_buckets(m, grid).values():
+            for p in pieces(bucket, m, grid):
+                kinds.setdefault(p.name, []).append(optim.kind_of(bucket, "muon"))
+        assert kinds.keys() == model.param_shapes(m).keys()
+        for name, kind in kinds.items():
+            assert kind == ["muon" if is_matrix_of_a_layer(name) else "adamw"], name
+    assert optim.kind_of(bucket, "adamw") == "adamw"
+    with pytest.raises(ConfigError, match="--optimizer=sgd"):
+        optim.kind_of(bucket, "sgd")
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_ranks_of_a_replica_own_every_value_exactly_once(layout, shared):
+    m = model.model_of("debug", shared_experts=shared)
+    shapes = model.param_shapes(m)
+    for r in range(layout[0]):
+        runs, owner_rules = {name: [] for name in shapes}, {}
+        for grid in (g for g in grids(layout, m) if g.r == r):
+            for bucket in parallel.make_buckets(m, grid).values():
+                used = []
+                for p in pieces(bucket, m, grid):
+                    assert p.shape == shapes[p.name]
+                    runs[p.name].append((p.start, p.stop))
+                    owner_rules.setdefault(p.name, set()).add(bucket.rule)
+                    used.append((p.at, p.at + p.stop - p.start))
+                for (_, stop), (start, _) in zip([(0, 0), *sorted(used)], [*sorted(used), (math.prod(bucket.owned),) * 2]):
+                    assert stop <= start, f"pieces of {bucket.name} overlap, or leave the owned part"
+        for name, found in runs.items():
+            edges = [0, *(edge for run in sorted(found) for edge in run), math.prod(shapes[name])]
+            assert edges[::2] == edges[1::2], f"{name}: values without owner, or with two: {found}"
+            assert len(owner_rules[name]) == 1
+            if ".experts." in name:
+                assert len(found) == 1, f"{name} is not whole on its owner"
+
+
+@pytest.mark.parametrize("old, new", [("q", "qkv"), ("router", "gating"), ("attn_norm", "norm1")])
+def test_a_renamed_or_fused_parameter_is_named_and_refused(old, new, monkeypatch):
+    shapes = model.layer_shapes
+    monkeypatch.setattr(model, "layer_shapes", lambda m: {new if n == old else n: s for n, s in shapes(m).items()})
+    monkeypatch.setattr(parallel, "layer_shapes", model.layer_shapes)
+    m = model.model_of("debug")
+    with pytest.raises((AssertionError, KeyError), match=new):
+        parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
+
+
+@pytest.mark.parametrize("name", ["layers.0.extra", "layers.0.experts.3.bias", "layers.1.q_bias", "extra"])
+def test_a_parameter_outside_the_table_is_refused(name, monkeypatch):
+    shapes = model.param_shapes
+    monkeypatch.setattr(parallel, "param_shapes", lambda m: shapes(m) | {name: (4,)})
+    m = model.model_of("debug")
+    with pytest.raises((AssertionError, KeyError)):
+        parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
+
+
+@pytest.mark.parametrize("change", [dict(decay=True), dict(optimizer="muon"), dict(dtype="compute"), dict(group="node")], ids=str)
+def test_parameters_of_a_bucket_must_agree_in_every_rule(change, monkeypatch):
+    monkeypatch.setitem(OWNERSHIP, "router", OWNERSHIP["router"]._replace(**change))
+    m = model.model_of("debug")
+    with pytest.raises(AssertionError, match="different rules"):
+        parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
+
+
+def random_rows(m: model.Model, count: int, T: int) -> list[train.Row]:
+    segments = Segments([0, T // 3, T], torch.tensor([0, T // 3, T], dtype=torch.int32))
+    return [train.Row(torch.randint(0, m.vocab, (T,)), torch.randint(0, m.vocab, (T,)), segments) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_every_parameter_moves_in_ten_steps_of_training(optimizer, dtype):
+    m = model.model_of("debug", **TINY, shared_experts=1)
+    state, grid = one_rank(m, optimizer)
+    start, losses, rows = by_name(state.master, state, m, grid), [], random_rows(m, 2, 48)
+    for step in range(10):
+        loss, squared_norm = train.schedule(rows, state, grid, m, dtype, scale=1 / 96)
+        losses.append(float(loss) / 96)
+        clip = optim.clip_scale(math.sqrt(squared_norm), 1.0)
+        optim.update(state, grid, m, optimizer, 0.01, 0.1, clip, step)
+    for name, value in by_name(state.master, state, m, grid).items():
+        assert value.dtype == torch.float32 and value.isfinite().all()
+        moved = (value != start[name]).double().mean()
+        assert moved > (0.5 if name == "embed" else 0.9), f"{name}: only {moved:.0%} of its values moved"
+    assert losses[-1] < losses[0] - 0.5  # the same rows: it learns them by heart
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_masters_moments_and_gradients_are_fp32_and_share_no_memory(optimizer, dtype):
+    m = model.model_of("debug", **TINY)
+    state, grid = one_rank(m, optimizer)
+
+    def kept() -> list[Tensor]:
+        assert state.master.keys() == state.moments.keys() == state.buckets.keys()
+        return [*state.master.values(), *(x for moments in state.moments.values() for x in moments.values())]
+
+    def check(tensors: list[Tensor]):
+        assert all(t.dtype == torch.float32 for t in tensors)
+        spans = sorted((t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in tensors)
+        assert all(at + size <= after for (at, size), (after, _) in zip(spans, spans[1:])), "two share memory"
+
+    places = [t.data_ptr() for t in kept()]
+    for step in range(2):
+        train.schedule(random_rows(m, 2, 48), state, grid, m, dtype, wire=dtype)
+        assert state.grad.keys() == state.buckets.keys()
+        grads = list(state.grad.values())
+        check(kept() + grads)
+        optim.update(state, grid, m, optimizer, 0.01, 0.1, 1.0, step)
+        check(kept() + grads)
+    assert places == [t.data_ptr() for t in kept()]  # updated in place
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Initial values
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def test_any_slice_of_the_initial_values_equals_the_slice_of_the_whole():
+    whole = initial_values(3, "layers.0.q", 0, 30000, 0.02)
+    assert whole.dtype == torch.float32 and whole.shape == (30000,)
+    B = parallel.BLOCK
+    for start, stop in [(1, 8), (B - 1, B + 1), (B, 2 * B), (B + 1, 3 * B - 1), (4 * B + 3, 30000), (29999, 30000), (5, 5)]:
+        assert torch.equal(initial_values(3, "layers.0.q", start, stop, 0.02), whole[start:stop])
+    assert torch.equal(initial_values(3, "layers.0.q", 0, 30000, 0.04), 2 * whole)
+
+
+def test_seeds_names_and_blocks_give_different_values():
+    draws = {(seed, name): initial_values(seed, name, 0, 20000, 1.0)
+             for seed in (0, 1, 11) for name in ("layers.0.q", "layers.1.q", "layers.11.q", "embed")}
+    all_values = torch.stack(list(draws.values()))
+    correlation = torch.corrcoef(all_values.view(-1, 4000)) - torch.eye(5 * len(all_values))  # between blocks as well
+    assert correlation.abs().max() < 0.1
+
+
+def test_initial_values_are_a_normal_truncated_at_three_sigma():
+    x = initial_values(0, "embed", 0, 1_000_000, 0.5).double() / 0.5
+    inside = math.erf(3 / math.sqrt(2))
+    std = math.sqrt(1 - 6 * math.exp(-4.5) / math.sqrt(2 * math.pi) / inside)
+    assert x.abs().max() <= 3.0001 and abs(x.mean()) < 5e-3 and abs(x.std() / std - 1) < 5e-3
+    for z in (-2.5, -1.0, 0.0, 0.5, 2.0):  # share below z
+        assert abs((x < z).double().mean() - (0.5 + 0.5 * math.erf(z / math.sqrt(2)) / inside)) < 2e-3
+    assert (initial_values(0, "final_norm", 7, 50, 0.0) == 1).all()
+
+
+def test_every_parameter_starts_with_its_own_values_and_std():
+    m = model.model_of("debug", shared_experts=1)
+    state, grid = one_rank(m)
+    values = by_name(state.master, state, m, grid)
+    first = {name: tuple(v.flatten()[:16].tolist()) for name, v in values.items() if not name.endswith("norm")}
+    assert len(set(first.values())) == len(first)
+    want = {"embed": 1.0, "head": 0.2 / 16, "q": 1 / 16, "k": 1 / 16, "v": 1 / 16, "router": 1 / 16, "gate": 1 / 16, "up": 1 / 16,
+            "shared_gate": 1 / 16, "shared_up": 1 / 16, "o": 1 / math.sqrt(256 * 8), "down": 1 / math.sqrt(128 * 8),
+            "shared_down": 1 / math.sqrt(128 * 8)}
+    for name, value in values.items():
+        kind = name.rsplit(".", 1)[-1]
+        if kind.endswith("norm"):
+            assert (value == 1).all()
+        else:
+            assert abs(value.std() / (0.9866 * want[kind]) - 1) < 0.05, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_all_layouts_start_with_the_same_values(layout):
+    m = model.model_of("debug", **TINY, shared_experts=1)
+    alone, grid = one_rank(m)
+    want = by_name(alone.master, alone, m, grid)
+    for g in grids(layout, m):
+        state = init_state(m, g, 0, CPU)
+        for name, bucket in state.buckets.items():
+            flat, filled = state.master[name].flatten(), 0
+            for p in pieces(bucket, m, g):
+                filled += p.stop - p.start
+                assert torch.equal(flat[p.at : p.at + p.stop - p.start], want[p.name].flatten()[p.start : p.stop])
+            assert int((flat != 0).sum()) <= filled  # padding is zero
