@@ -16,7 +16,9 @@ import train
 from model import ConfigError, Segments
 
 CPU = torch.device("cpu")
-TINY = dict(layers=3, width=32, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=4, groups=4, expert_width=16, vocab=96)
+TINY = dict(layers=3, width=32, heads=4, kv_heads=2, head_dim=16, experts=8, top_k=4, groups=4, expert_width=16,
+            vocab=96)
+LAYER = ("dense", "control", "gate_up", "down")  # a layer's buckets
 
 
 @pytest.fixture(autouse=True)
@@ -266,17 +268,19 @@ def ref_choice(score: list[float], m: model.Model) -> list[int]:
     return sorted(sorted(left, key=lambda x: (-score[x], x))[: m.top_k])
 
 
-@pytest.mark.parametrize("m", list(routing_models()), ids=lambda m: f"{m.experts}.{m.top_k}.{m.groups}.{m.max_per_group}{m.router}")
+@pytest.mark.parametrize("m", list(routing_models()),
+                         ids=lambda m: f"{m.experts}.{m.top_k}.{m.groups}.{m.max_per_group}{m.router}")
 def test_choice_equals_brute_force(m):
     ties = torch.randint(0, 3, (60, m.experts)).float()  # three values only: ties everywhere
     bias = torch.randn(m.experts) * 0.1
-    for logits, b in [(torch.randn(60, m.experts), bias), (ties, torch.zeros(m.experts)), (ties, bias.round(decimals=1))]:
+    none = torch.zeros(m.experts)
+    for logits, b in [(torch.randn(60, m.experts), bias), (ties, none), (ties, bias.round(decimals=1))]:
         score = (torch.softmax(logits, -1) if m.router == "softmax" else torch.sigmoid(logits)) + b
         chosen = model.choose_experts(logits, b, m)
         assert chosen.dtype == torch.int32
         assert chosen.tolist() == [ref_choice(row, m) for row in score.tolist()]
     # equal logits must be ties whatever the arithmetic in between makes of them
-    assert model.choose_experts(ties, torch.zeros(m.experts), m).tolist() == [ref_choice(row, m) for row in ties.tolist()]
+    assert model.choose_experts(ties, none, m).tolist() == [ref_choice(row, m) for row in ties.tolist()]
 
 
 def test_largest_c_is_plain_top_k_and_smallest_loads_groups_evenly():
@@ -568,7 +572,8 @@ def ref_model_loss(p: dict[str, Tensor], rows: list[train.Row], bias_LX, m: mode
 def random_row(T: int, m: model.Model, bounds: list[int]) -> train.Row:
     targets = torch.randint(0, m.vocab, (T,))
     targets[torch.tensor(bounds[1:]) - 1] = -1
-    return train.Row(torch.randint(0, m.vocab, (T,)), targets, Segments(bounds, torch.tensor(bounds, dtype=torch.int32)))
+    segments = Segments(bounds, torch.tensor(bounds, dtype=torch.int32))
+    return train.Row(torch.randint(0, m.vocab, (T,)), targets, segments)
 
 
 def by_name(values: dict[str, Tensor], state: parallel.State, m: model.Model, grid) -> dict[str, Tensor]:
@@ -614,7 +619,7 @@ def test_recomputation_with_the_recorded_routing_repeats_the_forward_pass():
     m = model.model_of("debug", **TINY, shared_experts=1)
     grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
     state = parallel.init_state(m, grid, 0, CPU)
-    w = parallel.gather(state, [f"layers.0.{b}" for b in ("dense", "control", "gate_up", "down")], grid, torch.float32).wait()
+    w = parallel.gather(state, [f"layers.0.{b}" for b in LAYER], grid, torch.float32).wait()
     w = {n: v.detach().requires_grad_() for n, v in w.items()}
     row = random_row(40, m, [0, 40])
 
@@ -669,14 +674,17 @@ def test_block_and_schedule_run_without_values_when_groups_are_even(changes):
     grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
     state = parallel.init_state(m, grid, 0, meta)
     row = random_row(40, m, [0, 10, 40])
-    row = train.Row(row.tokens_T.to(meta), row.targets_T.to(meta), Segments([0, 10, 40], row.segments.bounds_device.to(meta)))
-    w = parallel.gather(state, [f"layers.1.{b}" for b in ("dense", "control", "gate_up", "down")], grid, torch.bfloat16).wait()
+    segments = Segments([0, 10, 40], row.segments.bounds_device.to(meta))
+    row = train.Row(row.tokens_T.to(meta), row.targets_T.to(meta), segments)
+    w = parallel.gather(state, [f"layers.1.{b}" for b in LAYER], grid, torch.bfloat16).wait()
     rope = model.rope_cache(m.rope_theta, m.head_dim, 40, meta)
     x = torch.empty(40, m.width, dtype=torch.bfloat16, device=meta, requires_grad=True)
     w = {n: v.detach().requires_grad_() for n, v in w.items()}
-    y, route = model.block(x, w, row.segments, rope, None, state.bias_LX[1], lambda *t: t, lambda y: y, range(m.experts), m)
+    y, route = model.block(x, w, segments, rope, None, state.bias_LX[1], lambda *t: t, lambda y: y,
+                           range(m.experts), m)
     assert (y.shape, y.dtype) == (x.shape, torch.bfloat16)
-    assert (route.chosen_Tk.shape, route.chosen_Tk.dtype, route.rows) == ((40, m.top_k), torch.int32, 40 * m.top_k)
+    chosen = route.chosen_Tk
+    assert (chosen.shape, chosen.dtype, route.rows) == ((40, m.top_k), torch.int32, 40 * m.top_k)
     for v, dv in zip([x, *w.values()], torch.autograd.grad(y, [x, *w.values()], torch.empty_like(y))):
         assert (dv.shape, dv.dtype, dv.device) == (v.shape, v.dtype, meta)
 
@@ -698,7 +706,7 @@ def device_literals(tree: ast.AST) -> set[ast.Constant]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
 def test_device_names_are_compared_with_device_type_only(path):
-    """device == "cuda" is always False. And but for launch.py no file chooses a device; "cpu" for host memory is none."""
+    """device == "cuda" is always False. Only launch.py chooses a device; device="cpu" asks for host memory."""
     tree = ast.parse(path.read_text())
     allowed = set()
     for node in ast.walk(tree):
