@@ -83,6 +83,10 @@ def model_of(size: str, **changes) -> Model:
                  "vocab", "rope_every"):
         if getattr(m, name) < 1:
             raise ConfigError(f"--{name}={getattr(m, name)}: must be at least 1")
+    for name in ("width", "expert_width"):
+        if getattr(m, name) % 8:
+            raise ConfigError(f"--{name}={getattr(m, name)}: must be a multiple of 8, grouped products want rows of whole "
+                              f"16 bytes; use {-(-getattr(m, name) // 8) * 8}")
     if m.heads % m.kv_heads:
         raise ConfigError(f"--kv_heads={m.kv_heads}: must divide the {m.heads} query heads; "
                           f"nearest that do: {_divisors_near(m.heads, m.kv_heads)}")
@@ -333,14 +337,13 @@ class RoutingWeights(Function):
     """Weights of the chosen experts, [T, k] fp32, summing to 1. Saves the weights and the indices, not the logits.
 
     softmax: renormalising over the chosen makes it the softmax of the chosen logits alone.
-    sigmoid: s / sum(s) of the chosen (DeepSeek-V3)."""
+    sigmoid: s / sum(s) of the chosen (DeepSeek-V3), as the softmax of log s, which survives very low logits."""
 
     @staticmethod
     def forward(ctx, logits_TX, chosen_Tk, kind):
         picked = logits_TX.gather(1, chosen_Tk)
-        score = torch.softmax(picked, -1) if kind == "softmax" else torch.sigmoid(picked)
-        weights = score if kind == "softmax" else score / score.sum(-1, keepdim=True)
-        ctx.save_for_backward(weights, score if kind == "sigmoid" else None, chosen_Tk)
+        weights = torch.softmax(picked if kind == "softmax" else F.logsigmoid(picked), -1)
+        ctx.save_for_backward(weights, torch.sigmoid(picked) if kind == "sigmoid" else None, chosen_Tk)
         ctx.experts = logits_TX.shape[1]
         return weights
 
@@ -506,13 +509,16 @@ def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:
     return min(-(-max(count, 1) // 128) * 128, chosen_Mk.numel())
 
 
+HEAD_CHUNK = 2**26  # logits that exist at a time: 256 MiB in fp32
+
+
 def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool):
     """Final norm, logits and cross-entropy in chunks of tokens: the T x V logits never exist.
 
     targets: int64, -1 for none. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
     scale * loss, or None where grads is False. dhead is fp32."""
     T, V = x_TD.shape[0], head_VD.shape[0]
-    chunk = max(64, 2**26 // V)  # 256 MiB of fp32 logits
+    chunk = max(1, HEAD_CHUNK // V)
     with torch.set_grad_enabled(grads):
         x_leaf, norm_leaf = x_TD.detach().requires_grad_(grads), norm_D.detach().requires_grad_(grads)
         h_TD = rms_norm(x_leaf, norm_leaf)

@@ -81,7 +81,7 @@ def update(state: State, grid: Grid, m: Model, optimizer: str, lr: float, decay:
         for matrix in unpack(bucket, flat).values():
             matrix.copy_(muon_direction(matrix, dtype))
         own = slice_index(grid, grid.n, grid.e) * master.numel()
-        apply_muon(master, flat[own : own + master.numel()], lr, decay)
+        apply_muon(master, flat[own : own + master.numel()], lr, decay if bucket.rule.decay else 0.0)
 
 
 def mix_momentum(momentum: Tensor, grad: Tensor, clip: float) -> Tensor:
@@ -105,7 +105,8 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype, coefficients=POLAR_EXPRE
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    x = (x / (norm * 1.02 + torch.finfo(norm.dtype).tiny)).to(dtype)
+    # squares of values below 1e-23 vanish in fp32: the momentum of an expert without tokens must fade out, not become NaN
+    x = (x / (norm * 1.02 + 1e-15)).to(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x

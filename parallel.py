@@ -297,9 +297,11 @@ def make_buckets(m: Model, grid: Grid) -> dict[str, Bucket]:
     buckets = {}
 
     def add(prefix: str, shapes: dict[str, tuple[int, ...]]):
+        unknown = [prefix + name for name in shapes if name not in OWNERSHIP]
+        assert not unknown, f"no rule in OWNERSHIP for {', '.join(unknown)}"
         for kind in dict.fromkeys(OWNERSHIP[name].bucket for name in shapes):
             params = tuple((name, shape) for name, shape in shapes.items() if OWNERSHIP[name].bucket == kind)
-            rules = {OWNERSHIP[name]._replace(decay=False) for name, _ in params}
+            rules = {OWNERSHIP[name] for name, _ in params}
             assert len(rules) == 1, f"parameters of bucket {prefix}{kind} follow different rules: {rules}"
             rule = OWNERSHIP[params[0][0]]
             if rule.owner == "expert":

@@ -358,7 +358,7 @@ def test_a_renamed_or_fused_parameter_is_named_and_refused(old, new, monkeypatch
     monkeypatch.setattr(model, "layer_shapes", lambda m: {new if n == old else n: s for n, s in shapes(m).items()})
     monkeypatch.setattr(parallel, "layer_shapes", model.layer_shapes)
     m = model.model_of("debug")
-    with pytest.raises((AssertionError, KeyError), match=new):
+    with pytest.raises(AssertionError, match=new):
         parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
 
 
@@ -367,7 +367,7 @@ def test_a_parameter_outside_the_table_is_refused(name, monkeypatch):
     shapes = model.param_shapes
     monkeypatch.setattr(parallel, "param_shapes", lambda m: shapes(m) | {name: (4,)})
     m = model.model_of("debug")
-    with pytest.raises((AssertionError, KeyError)):
+    with pytest.raises(AssertionError):
         parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
 
 
