@@ -40,7 +40,7 @@ class Hyperparameters:
     # the run
     run: str = "debug"  # name of the directory out/<run>
     size: str = "debug"  # row of the table in model.py
-    steps: int = 300  # length of the run and of the learning-rate schedule
+    steps: int = 240  # length of the run and of the learning-rate schedule
     stop_at: int = 0  # end before this step, with a checkpoint and the schedule unchanged; 0: do not
     seed: int = 0  # of the initial weights and of the order of the data
     resume: str = "auto"  # auto: the newest checkpoint of this run, if any | never | a checkpoint's directory
@@ -413,7 +413,7 @@ def git_state() -> str:
 def start_wandb(hp: Hyperparameters, path: Path):
     import wandb
 
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
     return wandb.init(project="nano1t", name=hp.run, id=None, dir=path, config=asdict(hp), mode=mode,
                       settings=wandb.Settings(silent=True, console="off"))
 
