@@ -35,7 +35,7 @@ import data
 import launch
 import train
 from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
-from parallel import Grid, State, gather, make_buckets, make_grid
+from parallel import Grid, State, Transport, gather, make_buckets, make_grid
 
 
 @dataclass
@@ -260,8 +260,8 @@ def loss(argv: list[str]) -> int:
     path = open_data(run, grid, where.device)
     held_out = data.Rows(path, "val")
     state = load_state(run, grid, where.device)
-    dtype = getattr(torch, run.hp.dtype)
-    mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, dtype, where.device)
+    wire = Transport(getattr(torch, run.hp.dtype), dense="layer")
+    mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, wire, where.device)
     if where.rank == 0:
         keys = pair_keys(held_out, range(min(s.rows or len(held_out), len(held_out))))
         assert len(keys) == targets, f"{targets} targets were measured, the rows have {len(keys)}"
@@ -324,7 +324,7 @@ def whole_weights(state: State, grid: Grid, m: Model, dtype: torch.dtype) -> dic
     assert grid.world.size == 1
 
     def take(*names: str) -> dict[str, Tensor]:
-        weights = gather(state, list(names), grid, dtype).wait()
+        weights = gather(state, list(names), grid, Transport(dtype, dense="layer", node_reshard=False)).wait()
         for name in names:
             del state.master[name]
         return weights

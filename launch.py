@@ -131,6 +131,18 @@ def peak_flops(device: torch.device) -> float | None:
     return next((flops for key, flops in PEAK_FLOPS.items() if key in name), None)
 
 
+def group_options(backend: str, max_ctas: int):
+    """Options of a process group whose collectives may hold at most max_ctas thread blocks, and so as many SMs, on NCCL; None
+    elsewhere or for 0. An environment variable would cap the node group as well."""
+    if backend != "nccl" or not max_ctas:
+        return None
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    return options
+
+
 def setup(where: Place, timeout_s: float = 1800) -> None:
     """Join the process group; a collective that waits longer than timeout_s seconds fails. Sets CPU threads.
 

@@ -1,17 +1,21 @@
 """Optimizers on owned values: Muon for the matrices inside the layers, AdamW for the rest, and the learning rate.
 
 Everything here happens after the backward pass, when each owner holds its fp32 gradient and the global norm is known.
-Experts are whole on their owner, so their Muon update communicates nothing; the matrices of a dense bucket are put
-together from the slices of the shard group, and each rank keeps its slice of the result.
+Experts are whole on their owner, so their Muon update communicates nothing. A matrix of a dense bucket lies in slices on
+the ranks of the shard group; for the step it has one owner there, to which the slices travel in one packed all-to-all
+and from which the directions come back in another, while the experts are being processed.
 """
 
+import hashlib
+import json
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from model import ConfigError, Model
-from parallel import Bucket, Grid, Pending, State, all_gather, from_shard_order, slice_index, unpack
+from parallel import Bucket, Grid, Pending, State, all_to_all_uneven, exchange, make_grid, pieces
 
 # Coefficients (a, b, c) of X <- aX + b(XX')X + c(XX')^2 X, one row per iteration: Polar Express, 5 iterations, safety
 # 2% (Amsel et al. 2025, arXiv 2505.16932). They bring singular values from [1e-3, 1] close to 1.
@@ -57,31 +61,136 @@ def init_moments(state: State, optimizer: str):
         state.moments[name] = {k: torch.zeros_like(state.master[name]) for k in kinds}
 
 
-def update(state: State, grid: Grid, m: Model, optimizer: str, lr: float, decay: float, clip: float, step: int,
+# ------------------------------------------------------------------------------------------------------------------
+# The exchange of the dense matrices
+# ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MuonPlan:
+    """Who orthogonalises which dense matrix, and which values travel. Both packed buffers, of the mixed gradients to the
+    owners and of the directions back, have the same layout: by owner, and within an owner by matrix."""
+
+    owners: dict[str, int]  # matrix -> place in the shard group
+    mine: dict[str, tuple[int, int]]  # matrices of this rank -> shape, in the order of the buffers
+    slices: list[list[tuple[str, int, int]]]  # for each owner: (bucket, start, stop) of what this rank sends and gets back
+    runs: list[list[tuple[str, int, int]]]  # for each rank: (matrix, start, stop) of what it sends to this owner
+
+
+def plan_muon(state: State, grid: Grid, m: Model, optimizer: str) -> MuonPlan:
+    """Longest processing time first on the cost of Newton-Schulz, ties by name and by place: the same on all ranks."""
+    dense = {name: bucket for name, bucket in state.buckets.items()
+             if bucket.rule.owner == "slice" and kind_of(bucket, optimizer) == "muon"}
+    shapes = {f"{name.removesuffix(bucket.rule.bucket)}{short}": shape
+              for name, bucket in dense.items() for short, shape in bucket.params}
+    load, owners = [0] * grid.shard.size, {}
+    for matrix in sorted(shapes, key=lambda name: (-newton_schulz_cost(shapes[name]), name)):
+        owners[matrix] = load.index(min(load))
+        load[owners[matrix]] += newton_schulz_cost(shapes[matrix])
+    order = {matrix: i for i, matrix in enumerate(shapes)}
+
+    def pieces_of(place: int) -> list:
+        """(matrix, start, stop, bucket, at) that a rank of the shard group has, in the order of the buffers."""
+        one = make_grid(place, grid.shard.size, grid.E, 1, m, connect=False)
+        found = [(p.name, p.start, p.stop, name, p.at) for name, bucket in dense.items() for p in pieces(bucket, m, one)]
+        return sorted(found, key=lambda p: order[p[0]])
+
+    slices, runs = [[] for _ in load], []
+    for place in range(grid.shard.size):
+        theirs = pieces_of(place)
+        runs.append([(name, start, stop) for name, start, stop, *_ in theirs if owners[name] == grid.shard.index])
+        if place == grid.shard.index:
+            for name, start, stop, bucket, at in theirs:
+                slices[owners[name]].append((bucket, at, at + stop - start))
+    return MuonPlan(owners, {n: shapes[n] for n in shapes if owners[n] == grid.shard.index}, slices, runs)
+
+
+def newton_schulz_cost(shape: tuple[int, int]) -> int:
+    """Multiplications of an iteration: XX', its square, and a product with X."""
+    short, long = sorted(shape)
+    return short * short * (2 * long + short)
+
+
+def check_plan(plan: MuonPlan, grid: Grid, device: torch.device):
+    """Before any matrix travels: every value of an owned matrix comes from exactly one rank, and all ranks have the same
+    plan. Raises RuntimeError otherwise."""
+    for name, shape in plan.mine.items():
+        runs = sorted((start, stop) for theirs in plan.runs for matrix, start, stop in theirs if matrix == name)
+        ends = [0, *(stop for _, stop in runs)]
+        if [start for start, _ in runs] != ends[:-1] or ends[-1] != math.prod(shape):
+            raise RuntimeError(f"Muon exchange: the slices of {name} do not make up its {math.prod(shape)} values: {runs}")
+    digest = hashlib.sha256(json.dumps(plan.owners).encode()).digest()
+    seen = exchange([int.from_bytes(digest[:6], "little")], grid, device)[:, 0]  # 48 bits are exact in fp64
+    if different := [rank for rank, value in enumerate(seen) if value != seen[0]]:
+        raise RuntimeError(f"Muon exchange: ranks {different} have another plan than rank 0; do all ranks run the same code?")
+
+
+def send_slices(mixed: dict[str, Tensor], plan: MuonPlan, grid: Grid, dtype: torch.dtype) -> Pending:
+    """To each owner, this rank's slices of its matrices."""
+    packed = [mixed[bucket][start:stop] for to in plan.slices for bucket, start, stop in to]
+    return all_to_all_uneven(concatenate(packed, dtype, grid, mixed), sizes(plan.slices), sizes(plan.runs), grid.shard,
+                             "muon momentum")
+
+
+def send_directions(packed: Tensor, plan: MuonPlan, grid: Grid, dtype: torch.dtype) -> Pending:
+    """Whole matrices are put together, orthogonalised, and their slices sent back to where they came from."""
+    matrices = {name: packed.new_empty(math.prod(shape)) for name, shape in plan.mine.items()}
+    runs = [run for theirs in plan.runs for run in theirs]
+    for (name, start, stop), part in zip(runs, packed.split([stop - start for _, start, stop in runs])):
+        matrices[name][start:stop] = part
+    for name, shape in plan.mine.items():
+        matrices[name] = muon_direction(matrices[name].view(shape), dtype).flatten()
+    back = [matrices[name][start:stop] for name, start, stop in runs]
+    return all_to_all_uneven(concatenate(back, dtype, grid, {"": packed}), sizes(plan.runs), sizes(plan.slices), grid.shard,
+                             "muon direction")
+
+
+def concatenate(parts: list[Tensor], dtype: torch.dtype, grid: Grid, like: dict[str, Tensor]) -> Tensor:
+    """Parts as one flat tensor in the type they travel in; empty where there are none."""
+    empty = next(iter(like.values())).new_empty(0, dtype=dtype)
+    return torch.cat([empty, *(part.to(dtype) for part in parts)])
+
+
+def sizes(runs: list[list[tuple[str, int, int]]]) -> list[int]:
+    return [sum(stop - start for _, start, stop in run) for run in runs]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The step
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, decay: float, clip: float, step: int,
            dtype: torch.dtype = torch.bfloat16):
-    """One optimizer step on every owned value; empties state.grad. step counts from 0; dtype: Newton-Schulz."""
-    gathering: dict[str, Pending] = {}
-    for name, bucket in state.buckets.items():  # mixed gradients of the dense matrices set out first
-        if kind_of(bucket, optimizer) == "muon" and bucket.rule.owner == "slice":
-            mixed = mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip)
-            gathering[name] = all_gather(mixed, grid.shard)
-    for name, bucket in state.buckets.items():
-        if name in gathering:
-            continue
-        master, wd = state.master[name], decay if bucket.rule.decay else 0.0
-        if kind_of(bucket, optimizer) == "adamw":
-            adamw(master, state.grad.pop(name), **state.moments[name], lr=lr, decay=wd, clip=clip, step=step)
-        else:
-            mixed = mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip)
-            matrices = mixed.view(-1, *bucket.params[0][1])  # gate and up are separate matrices
-            apply_muon(master, muon_direction(matrices, dtype).view_as(master), lr, wd)
-    for name, pending in gathering.items():
-        bucket, master = state.buckets[name], state.master[name]
-        flat = from_shard_order(pending.wait(), grid)
-        for matrix in unpack(bucket, flat).values():
-            matrix.copy_(muon_direction(matrix, dtype))
-        own = slice_index(grid, grid.n, grid.e) * master.numel()
-        apply_muon(master, flat[own : own + master.numel()], lr, decay if bucket.rule.decay else 0.0)
+    """One optimizer step on every owned value; empties state.grad. step counts from 0; dtype: of Newton-Schulz and of the
+    dense matrices on the wire.
+
+      dense   -> slices to the owners     while gate_up of all layers is updated
+              -> directions to the slices while down, norms, router, embedding and head are"""
+
+    def update_own(kinds: tuple[str, ...]):
+        for name, bucket in state.buckets.items():
+            if bucket.rule.bucket not in kinds or name in mixed:
+                continue
+            master, moments, grad = state.master[name], state.moments[name], state.grad.pop(name)
+            wd = decay if bucket.rule.decay else 0.0
+            if kind_of(bucket, optimizer) == "adamw":
+                adamw(master, grad, **moments, lr=lr, decay=wd, clip=clip, step=step)
+            else:  # experts: gate and up are separate matrices
+                matrices = mix_momentum(moments["momentum"], grad, clip).view(-1, *bucket.params[0][1])
+                apply_muon(master, muon_direction(matrices, dtype).view_as(master), lr, wd)
+
+    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip)
+             for name in dict.fromkeys(bucket for to in plan.slices for bucket, _, _ in to)}
+    going = send_slices(mixed, plan, grid, dtype) if plan.owners else None
+    update_own(("gate_up",))
+    coming = send_directions(going.wait(), plan, grid, dtype) if plan.owners else None
+    update_own(("dense", "down", "control", "embed", "final", "head"))
+    if not plan.owners:
+        return
+    slices = [run for to in plan.slices for run in to]
+    for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
+        apply_muon(state.master[name][start:stop], part.to(state.master[name].dtype), lr, decay)
 
 
 def mix_momentum(momentum: Tensor, grad: Tensor, clip: float) -> Tensor:
@@ -95,7 +204,7 @@ def muon_direction(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Orthogonal factor of each matrix [..., rows, columns] times 0.2 sqrt(max(rows, columns)), fp32.
 
     The factor gives an element the size of an AdamW update, so both share a learning rate (Liu et al. 2025, Moonlight)."""
-    return orthogonalise(matrices, dtype).to(matrices.dtype) * (0.2 * math.sqrt(max(matrices.shape[-2:])))
+    return orthogonalise(matrices, dtype).to(torch.promote_types(dtype, torch.float32)) * (0.2 * math.sqrt(max(matrices.shape[-2:])))
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype, coefficients=POLAR_EXPRESS) -> Tensor:

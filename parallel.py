@@ -8,9 +8,9 @@ The grid:       rank = (replica r, node n, local e), world = R x N x E.
     shard     n and e                dense and control weights and gradients, embedding, head
     replica   r                      all-reduce of gradients that are already sharded (HSDP)
 
-The weights:    each rank keeps fp32 masters of what it owns, nothing else. `gather_*` starts the collective that puts a
-bucket together in the compute type; `reduce_*` starts the one that adds up a gradient and leaves each owner its part in
-fp32. Both return at once; the result is there after `.wait()` or `.finish()`.
+The weights:    each rank keeps fp32 masters of what it owns. `gather` starts the collective that puts a bucket together in
+the compute type; `reduce` starts those that add up a gradient and leave each owner its part in fp32. Both return at
+once; the result is there after `Gathering.wait` or `advance`.
 
 Experts are owned whole: slot e of a node holds X/E consecutive experts, and the N ranks of a column share them out,
 o = ceil(X/E / N) each, the last ones padded. Everything else lies in flat buffers of which each rank of `shard` owns
@@ -20,6 +20,7 @@ an equal slice.
 import hashlib
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Callable, Iterator, NamedTuple
 
@@ -102,8 +103,10 @@ def grid_warnings(grid: Grid, m: Model) -> list[str]:
     return found
 
 
-def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Model, connect: bool = True) -> Grid:
-    """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what."""
+def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Model, connect: bool = True,
+              options: dict | None = None) -> Grid:
+    """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what.
+    options: the backend's options for a group, by its name."""
     R, N, E = grid_shape(world, ranks_per_node, replicas, m)
     ranks = np.arange(world).reshape(R, N, E)
     r, n, e = (int(i) for i in np.argwhere(ranks == rank)[0])
@@ -112,7 +115,7 @@ def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Mode
         """members [groups, size]: all groups of this kind; all ranks create all of them, in the same order."""
         mine = None
         for row in members.tolist():
-            handle = dist.new_group(row) if connect and len(row) > 1 else None
+            handle = dist.new_group(row, pg_options=(options or {}).get(name)) if connect and len(row) > 1 else None
             if rank in row:
                 # gloo's all-gather takes 4 ms whatever the size, its all-to-all 0.5 ms (4 ranks on 2 cores, LOG.md)
                 direct = handle is not None and dist.get_backend(handle) == "gloo"
@@ -133,6 +136,58 @@ def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Mode
 # Collectives. Each is started from the compute stream and returns a Pending.
 # ------------------------------------------------------------------------------------------------------------------
 
+# What travels: purpose -> (what a rank holds before, what it holds after)
+PURPOSES = {
+    "expert gather": ("the experts it owns", "all experts of its node slot"),
+    "expert gradient": ("its node's gradient of the slot's experts", "the column's sum for the experts it owns"),
+    "dense gather": ("a part of the layer's dense weights", "all of them"),
+    "dense refresh": ("its slice of every layer's dense weights", "1/E of every layer's, together with its node all"),
+    "dense gradient": ("its own gradient of the dense weights", "the sum of its slice (node, then column; or shard)"),
+    "control gather": ("a part of the layer's norms and router", "all of them"),
+    "control refresh": ("its slice of every layer's norms and router", "1/E of every layer's"),
+    "control gradient": ("its own gradient of norms and router", "the sum of its slice"),
+    "embed gather": ("its slice of the embedding", "the embedding"),
+    "embed gradient": ("its own gradient of the embedding", "the sum of its slice"),
+    "head gather": ("its slice of the head", "the head"),
+    "head gradient": ("its own gradient of the head", "the sum of its slice"),
+    "final gather": ("its slice of the last norm", "the last norm"),
+    "final gradient": ("its own gradient of the last norm", "the sum of its slice"),
+    "dispatch": ("its own tokens", "the tokens of its node"),
+    "dispatch routing": ("its tokens' choices and weights", "those of its node"),
+    "dispatch gradient": ("its experts' part of the node's token gradients", "the sum for its own tokens"),
+    "dispatch routing gradient": ("its experts' part of the node's weight gradients", "the sum for its own tokens"),
+    "combine": ("its experts' partial sums for the node's tokens", "the sum for its own tokens"),
+    "combine gradient": ("the output gradient of its own tokens", "that of the node's tokens"),
+    "muon momentum": ("its slices of the mixed gradients", "whole matrices, the ones it updates"),
+    "muon direction": ("the directions of whole matrices", "its slices of all directions"),
+    "replica gradient": ("its replica's gradient of what it owns", "the sum over the replicas"),
+    "scalars": ("its own numbers", "everybody's"),
+}
+
+
+@dataclass
+class Wire:
+    """What this process has put on the wire, and how it is watched. `WIRE` is the only one."""
+
+    calls: Counter = field(default_factory=Counter)  # (group, purpose) -> collectives
+    sent: Counter = field(default_factory=Counter)  # (group, purpose) -> bytes that this rank sent
+    waited_s: float = 0.0  # time spent in waits, for exposed_comm_s
+    trace: list | None = None  # (event, what) in program order, where a test wants it
+    tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
+    poison: np.random.Generator | None = None  # see PoisonedPending
+
+    def started(self, kind: str, group: Group, purpose: str, sent: int):
+        self.calls[group.name, purpose] += 1
+        self.sent[group.name, purpose] += sent
+        if self.trace is not None:
+            self.trace.append(("start", purpose))
+        if self.tell:
+            before, after = PURPOSES[purpose]
+            self.tell(f"{group.name}[{group.size}] {kind:<10} {purpose:<26} {sent:>12,} B sent   {before} -> {after}")
+
+
+WIRE = Wire()
+
 # torch 2.13 renamed it; 2.11 knows the old name only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -140,54 +195,106 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class Pending:
     """A collective in flight. It keeps input, output and handle alive until `wait`, which returns the result."""
 
-    waited_s = 0.0  # time that this process spent in waits, for exposed_comm_s
-
-    def __init__(self, work, keep: tuple, result: Callable[[], Tensor]):
-        self._work, self._keep, self._result = work, keep, result
+    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor]):
+        self.purpose, self._work, self._keep, self._result = purpose, work, keep, result
 
     def wait(self) -> Tensor:
+        if WIRE.trace is not None and self._work is not None:
+            WIRE.trace.append(("wait", self.purpose))
         if self._work is not None:
             start = time.perf_counter()
             self._work.wait()
-            Pending.waited_s += time.perf_counter() - start
+            WIRE.waited_s += time.perf_counter() - start
         out = self._result()
         self._work = self._keep = self._result = None
         return out
 
 
-def all_gather(x: Tensor, group: Group) -> Pending:
+class PoisonedWork:
+    """Makes faults of lifetime visible on a CPU, where a collective is done almost as soon as it is started.
+
+    The destination holds NaN until `wait`. The transfer itself happens at a random moment, the same on all ranks: at the
+    start, into a hidden buffer, or as late as in `wait`, so that it sees an input that was changed or freed meanwhile. The
+    hidden buffer is poisoned when it is given up."""
+
+    def __init__(self, op, x: Tensor, out: Tensor):
+        in_place = out is x
+        self.late, self.op, self.x, self.out = WIRE.poison.random() < 0.5 and not in_place, op, x, out
+        self.hidden = x.clone() if in_place else torch.empty_like(out)
+        poison(out)
+        self.work = None if self.late else op(self.hidden, self.hidden if in_place else x)
+        self.delay_s = WIRE.poison.random() * 1e-3
+
+    def wait(self):
+        time.sleep(self.delay_s)
+        work = self.op(self.hidden, self.x) if self.late else self.work
+        work.wait()
+        self.out.copy_(self.hidden)
+        poison(self.hidden)
+
+
+def poison(x: Tensor):
+    """NaN, also where the bytes are fp8 (0xFF is NaN in E4M3 and in fp32)."""
+    x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255 if x.dtype == torch.uint8 else -1)
+
+
+def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sent: int, result=None) -> Pending:
+    """Counts a collective and starts it; op(out, x) returns the Work."""
+    WIRE.started(kind, group, purpose, sent)
+    work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
+    return Pending(purpose, work, (x, out), result or (lambda: out))
+
+
+def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
     """x of every rank, [size, *x.shape]. A group of one gets a view of x."""
     if group.size == 1:
-        return Pending(None, (x,), lambda: x[None])
-    out = x.new_empty(group.size, *x.shape)
-    if group.direct:
-        x = x.expand(group.size, *x.shape).contiguous()
-        work = dist.all_to_all_single(out, x, group=group.handle, async_op=True)
-    else:
-        x = x.contiguous()
-        work = _all_gather(out.flatten(), x.flatten(), group=group.handle, async_op=True)
-    return Pending(work, (x, out), lambda: out)
+        return Pending(purpose, None, (x,), lambda: x[None])
+    sent, out = x.nbytes * (group.size - 1), x.new_empty(group.size, *x.shape)
+    direct = group.direct and WIRE.poison is None  # which wants to see the input itself
+    x = (x.expand(group.size, *x.shape) if direct else x).contiguous()
+
+    def op(out, x):
+        if direct:
+            return dist.all_to_all_single(out, x, group=group.handle, async_op=True)
+        return _all_gather(out.flatten(), x.flatten(), group=group.handle, async_op=True)
+
+    return start("all-gather", op, x, out, group, purpose, sent)
 
 
-def all_to_all(x: Tensor, group: Group) -> Pending:
+
+def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:
     """x[j] goes to rank j of the group; the result's row i came from rank i. Same shape and type as x."""
     if group.size == 1:
-        return Pending(None, (x,), lambda: x)
+        return Pending(purpose, None, (x,), lambda: x)
     x = x.contiguous()
-    out = torch.empty_like(x)
-    work = dist.all_to_all_single(out, x, group=group.handle, async_op=True)
-    return Pending(work, (x, out), lambda: out)
+
+    def op(out, x):
+        return dist.all_to_all_single(out, x, group=group.handle, async_op=True)
+
+    return start("all-to-all", op, x, torch.empty_like(x), group, purpose, x.nbytes // group.size * (group.size - 1))
 
 
-def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype) -> Pending:
+def all_to_all_uneven(x: Tensor, to: list[int], back: list[int], group: Group, purpose: str) -> Pending:
+    """x is flat: to[j] values of it go to rank j, in order; back[i] values come from rank i."""
+    if group.size == 1:
+        return Pending(purpose, None, (x,), lambda: x)
+
+    def op(out, x):
+        return dist.all_to_all_single(out, x, back, to, group=group.handle, async_op=True)
+
+    sent = (sum(to) - to[group.index]) * x.element_size()
+    return start("all-to-all", op, x, x.new_empty(sum(back)), group, purpose, sent)
+
+
+def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype, purpose: str) -> Pending:
     """Sum over the ranks of x[own index], in fp32: an all-to-all in the `wire` type, then every owner adds up in rank order.
 
     The order is fixed, so the bits are the same from run to run. On gloo it also moves half the bytes of reduce_scatter,
     which is an all-reduce there (LOG.md)."""
     if group.size == 1:
-        return Pending(None, (x,), lambda: x[0].float())
-    parts = all_to_all(x.to(wire), group)
-    return Pending(None, (x,), lambda: sum_ranks(parts.wait()))
+        return Pending(purpose, None, (x,), lambda: x[0].float())
+    parts = all_to_all(x.to(wire), group, purpose)
+    return Pending(purpose, None, (x,), lambda: sum_ranks(parts.wait()))
 
 
 def sum_ranks(parts: Tensor) -> Tensor:
@@ -198,10 +305,44 @@ def sum_ranks(parts: Tensor) -> Tensor:
     return total
 
 
-def all_reduce(x: Tensor, group: Group) -> Pending:
+def all_reduce(x: Tensor, group: Group, purpose: str) -> Pending:
     """x summed over the group, in place."""
-    work = dist.all_reduce(x, group=group.handle, async_op=True) if group.size > 1 else None
-    return Pending(work, (x,), lambda: x)
+    if group.size == 1:
+        return Pending(purpose, None, (x,), lambda: x)
+
+    def op(out, _):
+        return dist.all_reduce(out, group=group.handle, async_op=True)
+
+    return start("all-reduce", op, x, x, group, purpose, 2 * x.nbytes * (group.size - 1) // group.size)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# fp8 blocks: what expert weights travel as
+# ------------------------------------------------------------------------------------------------------------------
+
+FP8_BLOCK = 128  # values that share a scale
+FP8_MAX = 448.0  # largest E4M3 value
+
+
+def quantise(x: Tensor) -> Tensor:
+    """[..., n] -> uint8 [..., n + 4 n/128]: E4M3 values, then the blocks' fp32 scales (max / 448), as bytes.
+
+    A block of zeros gets scale 1. A block with an infinity or a NaN becomes NaN as a whole, on purpose: its scale is one,
+    and times any value that stays NaN."""
+    blocks = x.float().unflatten(-1, (-1, FP8_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest == 0, 1.0, (largest / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny))
+    scale = torch.where(largest.isfinite(), scale, float("nan"))
+    values = (blocks / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    return torch.cat((values.view(torch.uint8).flatten(-2), scale.flatten(-2).contiguous().view(torch.uint8)), -1)
+
+
+def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse, [..., n] in `dtype`."""
+    n = packed.shape[-1] * FP8_BLOCK // (FP8_BLOCK + 4)
+    values = packed[..., :n].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, FP8_BLOCK))
+    scale = packed[..., n:].contiguous().view(torch.float32)
+    return (values * scale[..., None]).flatten(-2).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -218,7 +359,8 @@ class Dispatch(Function):
     @staticmethod
     def forward(ctx, h_TD, weights_Tk, chosen_Tk, node):
         ctx.node = node
-        started = [all_gather(x, node) for x in (h_TD, weights_Tk, chosen_Tk)]
+        purposes = ("dispatch", "dispatch routing", "dispatch routing")
+        started = [all_gather(x, node, purpose) for x, purpose in zip((h_TD, weights_Tk, chosen_Tk), purposes)]
         h_MD, weights_Mk, chosen_Mk = (p.wait().flatten(0, 1) for p in started)
         ctx.mark_non_differentiable(chosen_Mk)
         return h_MD, weights_Mk, chosen_Mk
@@ -226,7 +368,8 @@ class Dispatch(Function):
     @staticmethod
     def backward(ctx, dh_MD, dweights_Mk, _):
         E = ctx.node.size
-        started = [reduce_scatter(d.unflatten(0, (E, -1)), ctx.node, d.dtype) for d in (dh_MD, dweights_Mk)]
+        started = [reduce_scatter(d.unflatten(0, (E, -1)), ctx.node, d.dtype, purpose) for d, purpose in
+                   ((dh_MD, "dispatch gradient"), (dweights_Mk, "dispatch routing gradient"))]
         dh_TD, dweights_Tk = (p.wait() for p in started)
         return dh_TD.to(dh_MD.dtype), dweights_Tk, None, None
 
@@ -241,11 +384,11 @@ class Combine(Function):
         ctx.node = node
         if not transfer:
             return y_MD.new_zeros(()).expand(y_MD.shape[0] // node.size, *y_MD.shape[1:])
-        return reduce_scatter(y_MD.unflatten(0, (node.size, -1)), node, y_MD.dtype).wait().to(y_MD.dtype)
+        return reduce_scatter(y_MD.unflatten(0, (node.size, -1)), node, y_MD.dtype, "combine").wait().to(y_MD.dtype)
 
     @staticmethod
     def backward(ctx, dy_TD):
-        return all_gather(dy_TD, ctx.node).wait().flatten(0, 1), None, None
+        return all_gather(dy_TD, ctx.node, "combine gradient").wait().flatten(0, 1), None, None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -372,13 +515,14 @@ def pieces(bucket: Bucket, m: Model, grid: Grid) -> Iterator[Piece]:
 
 @dataclass
 class State:
-    """What a rank keeps from step to step: all of it is in the checkpoint."""
+    """What a rank keeps from step to step: master, moments and bias are in the checkpoint, the rest follows from them."""
 
     buckets: dict[str, Bucket]
     master: dict[str, Tensor]  # bucket -> fp32 owned values
     moments: dict[str, dict[str, Tensor]]  # bucket -> what its optimizer keeps, fp32
     bias_LX: Tensor  # selection bias of the router, the same on all ranks
     grad: dict[str, Tensor] = field(default_factory=dict)  # bucket -> fp32 owned gradient of this step
+    node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
 
 
 BLOCK = 1 << 12  # values per generator call: whole blocks are drawn, so that any slice gets the same values
@@ -418,32 +562,99 @@ def init_state(m: Model, grid: Grid, seed: int, device: torch.device) -> State:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-class Gathering(NamedTuple):
-    """Buckets on their way."""
+class Transport(NamedTuple):
+    """How weights and gradients travel."""
 
-    parts: list[tuple[Bucket, Pending]]
-    grid: Grid
+    compute: torch.dtype  # of products and activations
+    weights: str = "compute"  # expert weights: fp8 blocks | bf16 | compute
+    grads: torch.dtype = torch.float32  # gradients; they are added in fp32
+    dense: str = "step"  # dense weights: node-resident, refreshed once per step | gathered per layer over all ranks
+    node_reshard: bool = True  # with dense="layer": keep 1/E of a layer for the backward pass, which then gathers in the node
+    grad_chunk: int = 0  # experts of an owner per gradient all-to-all; 0: all at once
+
+
+def check_transport(wire: Transport, m: Model, grid: Grid):
+    """Raises ConfigError where sizes do not divide."""
+    for name, values in {"gate and up": 2 * m.width * m.expert_width, "down": m.width * m.expert_width}.items():
+        if wire.weights == "fp8" and values % FP8_BLOCK:
+            raise ConfigError(f"--weight_transport=fp8: the {values} values of an expert's {name} are no multiple of the block of "
+                              f"{FP8_BLOCK}; use --weight_transport=bf16 or other --width and --expert_width")
+    owned = grid.owned_per_rank(m)
+    if wire.grad_chunk and owned % wire.grad_chunk:
+        fit = [c for c in range(1, owned + 1) if owned % c == 0]
+        raise ConfigError(f"--grad_chunk={wire.grad_chunk}: must divide the {owned} experts that a rank owns per layer; use one of "
+                          f"{', '.join(map(str, fit))}, or 0 for all at once")
+
+
+class Gathering(NamedTuple):
+    """Buckets on their way: (bucket, collective, how its result becomes weights)."""
+
+    parts: list[tuple[Bucket, Pending, Callable[[Tensor], dict[str, Tensor]]]]
 
     def wait(self) -> dict[str, Tensor]:
-        """Weights by short name: q [Q, D], ..., and gate_up [X', 2F, D], down [X', D, F]."""
+        """Weights by short name: q [Q, D], ..., and gate_up [X', 2F, D], down [X', D, F].
+
+        fp8 bytes stay bytes until this moment, so that only one layer is there in the compute type."""
         weights = {}
-        for bucket, pending in self.parts:
-            whole = pending.wait()
-            if bucket.rule.owner == "expert":
-                weights[bucket.rule.bucket] = whole.flatten(0, 1)
-            else:
-                weights |= unpack(bucket, from_shard_order(whole, self.grid))
+        for _, pending, unfold in self.parts:
+            weights |= unfold(pending.wait())
         return weights
 
 
-def gather(state: State, names: list[str], grid: Grid, dtype: torch.dtype) -> Gathering:
+def gather(state: State, names: list[str], grid: Grid, wire: Transport, backward: bool = False) -> Gathering:
     """Starts putting the named buckets together, from masters cast to the type they travel in."""
-    parts = []
-    for name in names:
-        bucket = state.buckets[name]
-        own = state.master[name].to(dtype if bucket.rule.dtype == "compute" else torch.float32)
-        parts.append((bucket, all_gather(own, getattr(grid, bucket.rule.group))))
-    return Gathering(parts, grid)
+    return Gathering([(state.buckets[n], *start_gather(state, state.buckets[n], grid, wire, backward)) for n in names])
+
+
+def start_gather(state: State, bucket: Bucket, grid: Grid, wire: Transport, backward: bool):
+    name, kind = bucket.name, bucket.rule.bucket
+    if bucket.rule.owner == "expert":
+        own = state.master[name]
+        if wire.weights == "fp8":
+            packed = quantise(own.flatten(1))
+            return (all_gather(packed, grid.column, "expert gather"),
+                    lambda x: {kind: dequantise(x.flatten(0, 1), wire.compute).view(-1, *bucket.owned[1:])})
+        own = own.to(torch.bfloat16 if wire.weights == "bf16" else wire.compute)
+        return all_gather(own, grid.column, "expert gather"), lambda x: {kind: x.flatten(0, 1).to(wire.compute)}
+
+    purpose = f"{kind} gather"
+    if name in state.node and (backward or wire.dense == "step"):  # 1/E of it is here already: gather in the node
+        own = state.node[name] if wire.dense == "step" else state.node.pop(name)
+        return all_gather(own, grid.node, purpose), lambda x: unpack(bucket, x.flatten())
+
+    own = state.master[name].to(travel_dtype(bucket, wire))
+
+    def unfold(parts):
+        flat = from_shard_order(parts, grid)
+        if node_resident(bucket) and wire.dense == "layer" and wire.node_reshard and not backward:
+            state.node[name] = flat.view(grid.E, -1)[grid.e].clone()
+        return unpack(bucket, flat)
+
+    return all_gather(own, grid.shard, purpose), unfold
+
+
+def travel_dtype(bucket: Bucket, wire: Transport) -> torch.dtype:
+    return wire.compute if bucket.rule.dtype == "compute" else torch.float32
+
+
+def node_resident(bucket: Bucket) -> bool:
+    """Dense and control weights of layers: those that both passes need."""
+    return bucket.rule.bucket in ("dense", "control")
+
+
+def refresh(state: State, grid: Grid, wire: Transport):
+    """With dense="step": after the masters have changed, one gather over the column per type brings the node's 1/E of every
+    layer's dense and control weights up to date. Both passes of the next step gather inside the node only."""
+    if wire.dense != "step":
+        return
+    started = []
+    for kind in ("dense", "control"):
+        buckets = [b for b in state.buckets.values() if b.rule.bucket == kind]
+        own = torch.cat([state.master[b.name].to(travel_dtype(b, wire)) for b in buckets])
+        started.append((buckets, all_gather(own, grid.column, f"{kind} refresh")))
+    for buckets, pending in started:
+        parts = pending.wait().split([b.owned[0] for b in buckets], 1)
+        state.node |= {b.name: part.reshape(-1) for b, part in zip(buckets, parts)}
 
 
 def from_shard_order(parts: Tensor, grid: Grid) -> Tensor:
@@ -464,49 +675,82 @@ def unpack(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     return views
 
 
-class Reduction:
-    """A bucket's gradient on its way to its owners, then, with replicas, being added over them."""
-
-    def __init__(self, state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Grid, wire: torch.dtype):
-        self.state, self.bucket, self.grid = state, bucket, grid
-        group = getattr(grid, bucket.rule.group)
-        if bucket.rule.owner == "expert":  # expert-major already: the gradient is the all-to-all's input
-            (grad,) = grads.values()
-            parts = grad.unflatten(0, (grid.N, -1))
-        else:
-            flat = torch.zeros(bucket.owned[0] * grid.shard.size, dtype=torch.float32 if bucket.rule.dtype == "fp32" else wire,
-                               device=state.master[bucket.name].device)
-            for name, view in unpack(bucket, flat).items():
-                view.copy_(grads[name])
-            parts = to_shard_order(flat, grid)
-        self.pending = reduce_scatter(parts, group, torch.float32 if bucket.rule.dtype == "fp32" else wire)
-
-    def add_replicas(self):
-        """The own part is complete: start adding it up over the replicas."""
-        self.pending = all_reduce(self.pending.wait(), self.grid.replica)
-
-    def finish(self) -> Tensor:
-        """Puts the fp32 gradient where the optimizer finds it; returns its squared norm, fp64 on the device."""
-        grad = self.pending.wait().view(self.bucket.owned)
-        self.state.grad[self.bucket.name] = grad
-        return grad.square().sum(dtype=torch.float64)
+# A gradient on its way home is a generator: it starts a collective, yields, and when it is resumed waits for it and starts
+# the next. `advance` resumes all of them once per layer, so that each transfer has a layer's compute to hide behind.
 
 
-def reduce(state: State, names: list[str], grads: dict[str, Tensor], grid: Grid, wire: torch.dtype) -> list[Reduction]:
+def reduce(state: State, names: list[str], grads: dict[str, Tensor], grid: Grid, wire: Transport) -> list[Iterator]:
     """Starts the reductions of the named buckets. grads: by short name, as Gathering.wait names the weights."""
     started = []
     for name in names:
         bucket = state.buckets[name]
-        keys = [bucket.rule.bucket] if bucket.rule.owner == "expert" else [short for short, _ in bucket.params]
-        started.append(Reduction(state, bucket, {k: grads[k] for k in keys}, grid, wire))
+        if bucket.rule.owner == "expert":
+            started.append(reduce_experts(state, bucket, grads[bucket.rule.bucket], grid, wire))
+        else:
+            started.append(reduce_flat(state, bucket, {short: grads[short] for short, _ in bucket.params}, grid, wire))
+        next(started[-1])
     return started
 
 
-def finish(reductions: list[Reduction]) -> Tensor:
-    """Completes reductions; returns the sum of their squared norms, fp64."""
-    for reduction in reductions:
-        reduction.add_replicas()
-    return sum(reduction.finish() for reduction in reductions)
+def advance(reductions: list[Iterator], to_the_end: bool = False):
+    """Moves every reduction one collective on and drops the finished ones; returns their squared norms, fp64."""
+    squared = 0
+    while reductions:
+        still = []
+        for reduction in reductions:
+            norm = next(reduction)
+            squared, still = (squared, [*still, reduction]) if norm is None else (squared + norm, still)
+        reductions[:] = still
+        if not to_the_end:
+            break
+    return squared
+
+
+def reduce_experts(state: State, bucket: Bucket, grad: Tensor, grid: Grid, wire: Transport) -> Iterator:
+    """Over the column. The gradient is expert-major already, so it is the all-to-all's input as it is; in chunks of
+    experts, of which two are in flight, the receive buffers stay small."""
+    parts = grad.unflatten(0, (grid.N, -1))
+    size = wire.grad_chunk or bucket.owned[0]
+    chunks = [parts[:, a : a + size] for a in range(0, bucket.owned[0], size)]
+    in_flight = [reduce_scatter(chunk, grid.column, wire.grads, "expert gradient") for chunk in chunks[:2]]
+    yield None
+    done = []
+    for i in range(len(chunks)):
+        done.append(in_flight.pop(0).wait())
+        if i + 2 < len(chunks):
+            in_flight.append(reduce_scatter(chunks[i + 2], grid.column, wire.grads, "expert gradient"))
+    del grad, parts, chunks
+    yield from over_replicas(state, bucket, torch.cat(done) if len(done) > 1 else done[0], grid)
+
+
+def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Grid, wire: Transport) -> Iterator:
+    """Over the shard; or, the way the weights come with dense="step", inside the node and then, in fp32, over the column."""
+    dtype = wire.grads if bucket.rule.dtype == "compute" else torch.float32
+    purpose = f"{bucket.rule.bucket} gradient"
+    flat = torch.zeros(bucket.owned[0] * grid.shard.size, dtype=dtype, device=state.bias_LX.device)
+    for name, view in unpack(bucket, flat).items():
+        view.copy_(grads.pop(name))
+    if node_resident(bucket) and wire.dense == "step":
+        pending = reduce_scatter(flat.view(grid.E, -1), grid.node, dtype, purpose)
+        del flat, view
+        yield None
+        pending = reduce_scatter(pending.wait().view(grid.N, -1), grid.column, torch.float32, purpose)
+    else:
+        pending = reduce_scatter(to_shard_order(flat, grid), grid.shard, dtype, purpose)
+        del flat, view
+    yield None
+    yield from over_replicas(state, bucket, pending.wait(), grid)
+
+
+def over_replicas(state: State, bucket: Bucket, grad: Tensor, grid: Grid) -> Iterator:
+    """The last stretch: the sum over the replicas of what each owns. Leaves the fp32 gradient where the optimizer finds it and
+    yields its squared norm."""
+    if grid.R > 1:
+        pending = all_reduce(grad, grid.replica, "replica gradient")
+        yield None
+        grad = pending.wait()
+    state.grad[bucket.name] = grad.view(bucket.owned)
+    yield grad.square().sum(dtype=torch.float64)
 
 
 def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarray:
@@ -514,4 +758,4 @@ def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarra
 
     A gather rather than a sum, so that all ranks add in the same order and decide the same, and any rank can be named."""
     sent = torch.tensor(values, dtype=torch.float64, device=device)
-    return all_gather(sent, grid.world).wait().cpu().numpy()
+    return all_gather(sent, grid.world, "scalars").wait().cpu().numpy()

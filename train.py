@@ -31,8 +31,8 @@ import launch
 import optim
 from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
                    head_loss, model_of, rope_cache, uses_rope)
-from parallel import (Combine, Dispatch, Grid, Pending, State, all_gather, exchange, finish, gather, grid_shape,
-                      grid_warnings, init_state, make_grid, reduce)
+from parallel import (WIRE, Combine, Dispatch, Grid, State, Transport, advance, all_gather, check_transport, exchange,
+                      gather, grid_shape, grid_warnings, init_state, make_grid, reduce, refresh)
 
 
 @dataclass
@@ -53,7 +53,13 @@ class Hyperparameters:
     # layout and precision
     replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
     dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
+    weight_transport: str = "compute"  # expert weights between nodes: fp8 (blocks of 128, one scale each) | bf16 | compute
     grad_transport: str = "fp32"  # gradients on the wire: bf16 | fp32; the sum is fp32 either way
+    grad_chunk: int = 0  # experts of an owner per gradient transfer, bounds the receive buffer; 0: all at once
+    dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
+    node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
+    column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
+    verbose_comm: bool = False  # print each collective of the first step
     # optimizer
     optimizer: str = "muon"  # muon (matrices; the rest AdamW) | adamw
     lr: float = 5e-3  # peak; Muon's update is scaled so that both share it
@@ -104,23 +110,24 @@ class Row(NamedTuple):
     segments: Segments
 
 
-def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.dtype, wire: torch.dtype = torch.float32,
-             scale: float = 1.0, train: bool = True) -> tuple[Tensor, Tensor]:
+def schedule(rows: list[Row], state: State, grid: Grid, m: Model, wire: Transport, scale: float = 1.0, train: bool = True) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; every collective of a step but the optimizer's starts here.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
     values: of scale * (summed loss of all ranks). With train=False it ends at the loss.
 
     In order, for layer i (-> starts, <- is waited for; group; who holds what afterwards):
-      forward   <- weights i      shard, column  every rank: the layer's dense weights and its node slot's experts
+
+      forward   <- weights i       column: the experts of the node slot; node (or shard): the layer's dense weights
                 -> weights i+1
-                   dispatch       node           every rank: the tokens, routing weights and choices of its node
-                   combine        node           every rank: its own tokens, the partial sums of all experts added
-      backward  <- weights i, -> weights i-1     as above
-                   dispatch       node           again, with the recorded routing; the combine's transfer is left out
-                   combine's gradient (all-gather) and dispatch's gradient (all-to-all and sum), node
-                -> gradients i    shard, column  every owner: the sum over the shard of its part
-                <- gradients i+1, then replica   every owner: the sum over all ranks
+                   dispatch        node    every rank: the tokens, routing weights and choices of its node
+                   combine         node    every rank: its own tokens, the partial sums of all experts added
+      backward  <- weights i, -> weights i-1       as above
+                   dispatch        node    again, with the recorded routing; the combine's transfer is left out
+                   combine's gradient (all-gather), dispatch's gradient (all-to-all and sum), node
+                -> gradients i     experts over the column; dense in the node (or over the shard)
+                <- gradients i+1   then, dense: -> over the column, and with replicas -> over these; so each transfer
+                                   has a layer's compute to hide behind. At the end every owner: the sum of all ranks
 
     Returns (summed loss of this rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
 
@@ -142,15 +149,15 @@ def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.d
     mine = grid.local_experts(m)
 
     # ---- forward: no autograd graph is kept, only each layer's input and its routing
-    embedding = gather(state, ["embed"], grid, dtype)
-    ahead = gather(state, layer(0), grid, dtype)
+    embedding = gather(state, ["embed"], grid, wire)
+    ahead = gather(state, layer(0), grid, wire)
     table_VD = embedding.wait()["embed"]
     x = [embed_tokens(row.tokens_T, table_VD) for row in rows]
     del table_VD
     inputs, routes = [], []
     for i in range(m.layers):
         w = ahead.wait()
-        ahead = gather(state, layer(i + 1) if i + 1 < m.layers else ["final", "head"], grid, dtype)
+        ahead = gather(state, layer(i + 1) if i + 1 < m.layers else ["final", "head"], grid, wire)
         inputs.append(x if train else None)
         with torch.no_grad():
             out = [block(x[b], w, row.segments, ropes[i], None, state.bias_LX[i], dispatch, combine, mine, m)
@@ -161,7 +168,7 @@ def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.d
     # ---- head and loss, in chunks of tokens
     w = ahead.wait()
     if train:
-        ahead = gather(state, layer(m.layers - 1), grid, dtype)
+        ahead = gather(state, layer(m.layers - 1), grid, wire, backward=True)
     loss, dx, grads = 0, [], {}
     for b, row in enumerate(rows):
         loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
@@ -176,7 +183,7 @@ def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.d
     for i in reversed(range(m.layers)):
         w = {name: value.detach().requires_grad_() for name, value in ahead.wait().items()}
         if i:
-            ahead = gather(state, layer(i - 1), grid, dtype)
+            ahead = gather(state, layer(i - 1), grid, wire, backward=True)
         grads, inputs_i, routes_i = {}, inputs.pop(), routes.pop()
         for b, row in enumerate(rows):
             x_TD = inputs_i[b].detach().requires_grad_()
@@ -187,16 +194,16 @@ def schedule(rows: list[Row], state: State, grid: Grid, m: Model, dtype: torch.d
             del x_TD, y_TD, dw
         del w, inputs_i
         started = reduce(state, layer(i), grads, grid, wire)
-        squared_norm = squared_norm + finish(reducing)  # of layer i+1, while layer i's are on their way
-        reducing = started
+        squared_norm = squared_norm + advance(reducing)  # those of layer i+1 and before, while layer i's are on their way
+        reducing += started
+        del grads, started
 
     # ---- the embedding's gradient needs the token ids only
     grads = {}
     for b, row in enumerate(rows):
         accumulate(grads, {"embed": embed_grad(row.tokens_T, dx[b], m.vocab)})
-    started = reduce(state, ["embed"], grads, grid, wire)
-    squared_norm = squared_norm + finish(reducing) + finish(started)
-    return loss, squared_norm
+    reducing += reduce(state, ["embed"], grads, grid, wire)
+    return loss, squared_norm + advance(reducing, to_the_end=True)
 
 
 def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
@@ -233,7 +240,8 @@ def count_targets(rows: list[Row]) -> int:
     return sum(int((row.targets_T >= 0).sum()) for row in rows)
 
 
-def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, dtype, device) -> tuple[float, int]:
+def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, wire: Transport,
+                  device) -> tuple[float, int]:
     """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
 
     Ranks take turns; one whose rows run out before the others' computes a row without targets, so that every rank takes
@@ -245,7 +253,7 @@ def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Mode
         row = to_device(rows[min(r, limit - 1)], device)
         if r >= limit:
             row = row._replace(targets_T=torch.full_like(row.targets_T, -1))
-        loss, _ = schedule([row], state, grid, m, dtype, train=False)
+        loss, _ = schedule([row], state, grid, m, wire._replace(node_reshard=False), train=False)
         total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
     loss, targets = exchange(total.tolist(), grid, device).sum(0)
     return loss / max(targets, 1), int(targets)
@@ -298,7 +306,8 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--rows_per_step={per_step}: must be rows_per_rank x {where.world} ranks; use --rows_per_step="
                           f"{max(per_rank, 1) * where.world}" + (f" or leave out --rows_per_rank={hp.rows_per_rank}"
                                                                  if hp.rows_per_rank else ""))
-    for name, allowed in {"grad_transport": ("bf16", "fp32"),
+    for name, allowed in {"weight_transport": ("fp8", "bf16", "compute"), "grad_transport": ("bf16", "fp32"),
+                          "dense_gather": ("step", "layer"),
                           "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
@@ -320,6 +329,11 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     if dtype not in ("auto", "float32", "bfloat16"):
         raise ConfigError(f"--dtype={dtype}: unknown; use one of auto, float32, bfloat16")
     return dtype if dtype != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+
+
+def transport_of(hp: Hyperparameters) -> Transport:
+    return Transport(getattr(torch, hp.dtype), hp.weight_transport, torch.bfloat16 if hp.grad_transport == "bf16" else
+                     torch.float32, hp.dense_gather, hp.node_reshard, hp.grad_chunk)
 
 
 def compare(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
@@ -488,8 +502,10 @@ def main(argv: list[str]) -> int:
     hp, m = resolve(parse(argv), where)
     out = Output(hp, where)
     launch.setup(where)
-    device, dtype = where.device, getattr(torch, hp.dtype)
-    grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m)
+    device, wire = where.device, transport_of(hp)
+    grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m,
+                     options={"column": launch.group_options(where.backend, hp.column_ctas)})
+    check_transport(wire, m, grid)
     out.log(f"{where.world} ranks on {device.type}: {grid.R} replicas x {grid.N} nodes x {grid.E} ranks, {hp.dtype}")
     for warning in grid_warnings(grid, m):
         out.log(f"warning: {warning}")
@@ -503,25 +519,28 @@ def main(argv: list[str]) -> int:
                 "--resume=never starts afresh")
         return launch.EXIT_OK
     out.open(hp, m, step)
-    requested = train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, stop)
+    requested = train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, stop)
     out.close()
     return launch.EXIT_STOPPED if requested else launch.EXIT_OK
 
 
-def train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, stop) -> bool:
+def train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, stop) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it."""
-    wire = torch.bfloat16 if hp.grad_transport == "bf16" else torch.float32
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
     flops = flops_per_token(m, mean_segment(rows))
+    plan = optim.plan_muon(state, grid, m, hp.optimizer)
+    optim.check_plan(plan, grid, device)
+    refresh(state, grid, wire)
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
     step_times = []
     while step < last:
-        start, waited = time.perf_counter(), Pending.waited_s
+        start, waited, before = time.perf_counter(), WIRE.waited_s, WIRE.sent.copy()
+        WIRE.tell = out.log if hp.verbose_comm and not step_times else None
         lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
 
-        loss, squared_norm = schedule(batch, state, grid, m, dtype, wire, scale=1 / max(targets, 1))
+        loss, squared_norm = schedule(batch, state, grid, m, wire, scale=1 / max(targets, 1))
         # world all-gather of a few numbers: every rank now knows the loss, the norm, the next targets and who was told to stop
         totals = exchange([float(loss), float(squared_norm), count_targets(next_batch), bool(stop.requested)], grid, device)
         loss, squared_norm, next_targets, requested = totals.sum(0)
@@ -530,14 +549,18 @@ def train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, st
             ranks = [i for i, row in enumerate(totals) if not math.isfinite(row[0] + row[1])]
             raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, first seen on ranks {ranks}; "
                                      "no update was made. Lower --lr or resume from a checkpoint with other data")
-        optim.update(state, grid, m, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step)
+        optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step)
+        refresh(state, grid, wire)
 
         step, batch, targets = step + 1, next_batch, next_targets
         ending = step == last or requested
-        step_s, waited_s, val_loss = time.perf_counter() - start, Pending.waited_s - waited, None
+        step_s, waited_s, val_loss = time.perf_counter() - start, WIRE.waited_s - waited, None
+        sent = {f"{group} {purpose}": count for (group, purpose), count in (WIRE.sent - before).items()}
+        WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
-            val_loss, _ = held_out_loss(held_out, hp.val_rows, state, grid, m, dtype, device)
-        report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, val_loss, flops, step_times, device)
+            val_loss, _ = held_out_loss(held_out, hp.val_rows, state, grid, m, wire, device)
+        report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, sent, val_loss, flops, step_times,
+               device)
         if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
             out.progress(step, "checkpoint")
             checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
@@ -546,10 +569,19 @@ def train(hp, m, state, grid, rows, held_out, step, last, device, dtype, out, st
                         + (f"; stopped by {stop.requested or 'request'}, run again to go on" if requested else ""))
                 break
     out.progress(step, "done" if step == hp.steps else "stopped")
+    out.log(ledger(), console=False)
     return bool(requested) and step < last
 
 
-def report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, val_loss, flops, step_times, device):
+def ledger() -> str:
+    """What this rank has sent since it started, by group and purpose."""
+    lines = [f"{group:<8} {purpose:<26} {WIRE.calls[group, purpose]:>9,} calls {count:>18,} bytes sent"
+             for (group, purpose), count in sorted(WIRE.sent.items())]
+    return "\n".join(["collectives of rank 0:", *lines])
+
+
+def report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, sent, val_loss, flops, step_times,
+               device):
     """One line on the console, one object in metrics.jsonl."""
     tokens = hp.rows_per_step * hp.seq_len
     step_times.append(step_s)
@@ -559,7 +591,7 @@ def report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, val_loss,
     out.metrics({
         "step": step, "tokens": step * tokens, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": step_s,
         "tok_s": tok_s, "tok_s_gpu": tok_s / grid.world.size, "mfu": tok_s / grid.world.size * flops / peak if peak else None,
-        "exposed_comm_s": waited_s, **memory_gb(device), **({} if val_loss is None else {"val_loss": val_loss}),
+        "exposed_comm_s": waited_s, "sent_bytes": sent, **memory_gb(device), **({} if val_loss is None else {"val_loss": val_loss}),
     })
     out.progress(step, "step")
     out.log(f"step {step}/{hp.steps}  loss {loss:.4f}  norm {grad_norm:.3f}  lr {lr:.2e}  {tok_s:,.0f} tok/s  {step_s:.2f} s  "
