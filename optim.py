@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 from torch import Tensor
@@ -161,12 +162,18 @@ def sizes(runs: list[list[tuple[str, int, int]]]) -> list[int]:
 
 
 def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, decay: float, clip: float, step: int,
-           dtype: torch.dtype = torch.bfloat16):
+           dtype: torch.dtype = torch.bfloat16, start_refresh: Callable[[], Callable] = lambda: lambda: None):
     """One optimizer step on every owned value; empties state.grad. step counts from 0; dtype: of Newton-Schulz and of the
-    dense matrices on the wire.
+    dense matrices on the wire. start_refresh is called as soon as the dense and control masters are final, and what it
+    returns at the end. In order (-> starts, <- is waited for):
 
-      dense   -> slices to the owners     while gate_up of all layers is updated
-              -> directions to the slices while down, norms, router, embedding and head are"""
+      -> dense slices to their owners
+         update gate and up
+      <- whole matrices; orthogonalise them; -> directions back to the slices
+         update norms, router, embedding, head
+      <- directions; update the dense slices; -> refresh of the node-resident weights
+         update down
+      <- refresh"""
 
     def update_own(kinds: tuple[str, ...]):
         for name, bucket in state.buckets.items():
@@ -180,17 +187,20 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
                 matrices = mix_momentum(moments["momentum"], grad, clip).view(-1, *bucket.params[0][1])
                 apply_muon(master, muon_direction(matrices, dtype).view_as(master), lr, wd)
 
-    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip)
-             for name in dict.fromkeys(bucket for to in plan.slices for bucket, _, _ in to)}
-    going = send_slices(mixed, plan, grid, dtype) if plan.owners else None
+    travelling = [name for name, bucket in state.buckets.items()
+                  if bucket.rule.owner == "slice" and kind_of(bucket, optimizer) == "muon"]
+    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip) for name in travelling}
+    going = send_slices(mixed, plan, grid, dtype) if mixed else None
     update_own(("gate_up",))
-    coming = send_directions(going.wait(), plan, grid, dtype) if plan.owners else None
-    update_own(("dense", "down", "control", "embed", "final", "head"))
-    if not plan.owners:
-        return
-    slices = [run for to in plan.slices for run in to]
-    for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
-        apply_muon(state.master[name][start:stop], part.to(state.master[name].dtype), lr, decay)
+    coming = send_directions(going.wait(), plan, grid, dtype) if mixed else None
+    update_own(("dense", "control", "embed", "final", "head"))
+    if mixed:
+        slices = [run for to in plan.slices for run in to]
+        for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
+            apply_muon(state.master[name][start:stop], part.to(state.master[name].dtype), lr, decay)
+    finish_refresh = start_refresh()
+    update_own(("down",))
+    finish_refresh()
 
 
 def mix_momentum(momentum: Tensor, grad: Tensor, clip: float) -> Tensor:

@@ -642,19 +642,22 @@ def node_resident(bucket: Bucket) -> bool:
     return bucket.rule.bucket in ("dense", "control")
 
 
-def refresh(state: State, grid: Grid, wire: Transport):
+def start_refresh(state: State, grid: Grid, wire: Transport) -> Callable[[], None]:
     """With dense="step": after the masters have changed, one gather over the column per type brings the node's 1/E of every
-    layer's dense and control weights up to date. Both passes of the next step gather inside the node only."""
-    if wire.dense != "step":
-        return
+    layer's dense and control weights up to date. Both passes of the next step gather inside the node only. Returns what
+    waits for it."""
     started = []
-    for kind in ("dense", "control"):
+    for kind in ("dense", "control") if wire.dense == "step" else ():
         buckets = [b for b in state.buckets.values() if b.rule.bucket == kind]
         own = torch.cat([state.master[b.name].to(travel_dtype(b, wire)) for b in buckets])
         started.append((buckets, all_gather(own, grid.column, f"{kind} refresh")))
-    for buckets, pending in started:
-        parts = pending.wait().split([b.owned[0] for b in buckets], 1)
-        state.node |= {b.name: part.reshape(-1) for b, part in zip(buckets, parts)}
+
+    def wait():
+        for buckets, pending in started:
+            parts = pending.wait().split([b.owned[0] for b in buckets], 1)
+            state.node |= {b.name: part.reshape(-1) for b, part in zip(buckets, parts)}
+
+    return wait
 
 
 def from_shard_order(parts: Tensor, grid: Grid) -> Tensor:

@@ -32,7 +32,7 @@ import optim
 from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
                    head_loss, model_of, rope_cache, uses_rope)
 from parallel import (WIRE, Combine, Dispatch, Grid, State, Transport, advance, all_gather, check_transport, exchange,
-                      gather, grid_shape, grid_warnings, init_state, make_grid, reduce, refresh)
+                      gather, grid_shape, grid_warnings, init_state, make_grid, reduce, start_refresh)
 
 
 @dataclass
@@ -530,7 +530,7 @@ def train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, sto
     flops = flops_per_token(m, mean_segment(rows))
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
-    refresh(state, grid, wire)
+    start_refresh(state, grid, wire)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
     step_times = []
@@ -549,8 +549,8 @@ def train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, sto
             ranks = [i for i, row in enumerate(totals) if not math.isfinite(row[0] + row[1])]
             raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, first seen on ranks {ranks}; "
                                      "no update was made. Lower --lr or resume from a checkpoint with other data")
-        optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step)
-        refresh(state, grid, wire)
+        optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
+                     start_refresh=lambda: start_refresh(state, grid, wire))
 
         step, batch, targets = step + 1, next_batch, next_targets
         ending = step == last or requested

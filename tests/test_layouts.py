@@ -8,8 +8,16 @@ from safetensors import safe_open
 from spawn import worker
 
 CASES = [dict(name=f"c{c}-{router}", c=c, router=router) for c in (1, 2, 4) for router in ("softmax", "sigmoid")]
-CASES.append(dict(name="shared", c=1, router="sigmoid", shared=1))
-FAULTS = ["unreduced:node", "unreduced:column", "unreduced:shard", "wrong count", "experts x E"]
+CASES += [
+    dict(name="shared", c=1, router="sigmoid", shared=1),
+    dict(name="layer", dense="layer"),
+    dict(name="layer-regather", dense="layer", reshard=False),
+    dict(name="fp8", weights="fp8"),  # the same blocks in every layout, so as equal as without
+    # what production uses: only bf16's own rounding may differ
+    dict(name="production", router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16", loose=True),
+]
+FAULTS = ["node:dense gradient", "column:dense gradient", "column:expert gradient", "shard:head gradient",
+          "node:dispatch gradient", "node:dispatch routing gradient", "wrong count", "experts x E"]
 
 
 def run(tmp, nodes, ranks, replicas=1, cases=CASES):
@@ -32,23 +40,26 @@ def read_gradients(out, case) -> dict[str, torch.Tensor]:
     return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in parts.items()}
 
 
-def differences(reference, other) -> list[str]:
-    """What is not equal: loss of step 1 (1e-6 relative), norm and every gradient (1e-4), loss after 5 steps (1e-3)."""
+def differences(reference, other, loose=False) -> list[str]:
+    """What is not equal: loss of step 1 (1e-6 relative), norm and every gradient (1e-4), loss after 5 steps (1e-3). Loose: what
+    bf16 (8 bits) allows, where a near-tie may send a token to another expert."""
     found = []
+    first, rest, dense, expert = (1e-3, 1e-2, 0.1, 0.3) if loose else (1e-6, 1e-4, 1e-4, 1e-4)
 
     def compare(what, a, b, tolerance):
         if not abs(a - b) <= tolerance * abs(a):
             found.append(f"{what}: {a} against {b}")
 
-    compare("step-1 loss", reference["losses"][0], other["losses"][0], 1e-6)
-    compare("norm", reference["norm"], other["norm"], 1e-4)
-    compare("loss after 5 steps", reference["losses"][-1], other["losses"][-1], 1e-3)
+    compare("step-1 loss", reference["losses"][0], other["losses"][0], first)
+    compare("norm", reference["norm"], other["norm"], rest)
+    compare("loss after 5 steps", reference["losses"][-1], other["losses"][-1], 3e-3 if loose else 1e-3)
     if reference["gradients"].keys() != other["gradients"].keys():
         found.append(f"parameters: {reference['gradients'].keys() ^ other['gradients'].keys()}")
     for name, gradient in reference["gradients"].items():
-        error = (gradient - other["gradients"][name]).abs().max()
-        if not error <= 1e-4 * gradient.abs().max():
-            found.append(f"gradient of {name}: off by {error:.2e}, its largest value is {gradient.abs().max():.2e}")
+        norm = torch.linalg.vector_norm if loose else torch.amax
+        error, size = (gradient - other["gradients"][name]).abs(), gradient.abs()
+        if not norm(error) <= (expert if "expert" in name or "router" in name else dense) * norm(size):
+            found.append(f"gradient of {name}: off by {norm(error):.2e} of {norm(size):.2e}")
     return found
 
 
@@ -62,16 +73,16 @@ def reference(tmp_path_factory):
 def test_layout_equals_one_rank(reference, tmp_path, nodes, ranks, replicas):
     found = run(tmp_path, nodes, ranks, replicas)
     for case in CASES:
-        assert not differences(reference[case["name"]], found[case["name"]]), case["name"]
+        wrong = differences(reference[case["name"]], found[case["name"]], case.get("loose", False))
+        assert not wrong, (case["name"], wrong)
     assert reference["c1-softmax"]["losses"][-1] < reference["c1-softmax"]["losses"][0] - 0.02  # the steps did something
 
 
-@pytest.mark.parametrize("nodes, ranks, replicas, faults", [(2, 2, 1, FAULTS), (2, 2, 2, ["unreduced:replica"])])
+@pytest.mark.parametrize("nodes, ranks, replicas, faults", [(2, 2, 1, FAULTS), (2, 2, 2, ["replica:replica gradient"])])
 def test_planted_faults_are_found(reference, tmp_path, nodes, ranks, replicas, faults):
     cases = [dict(name=fault.replace(":", "-"), c=1, router="softmax", fault=fault) for fault in faults]
     found = run(tmp_path, nodes, ranks, replicas, cases)
     for case in cases:
         wrong = differences(reference["c1-softmax"], found[case["name"]])
         assert wrong, f"{case['fault']} went unnoticed"
-        if case["fault"] != "unreduced:node":  # these leave the forward pass right: only the gradients tell
-            assert not any(line.startswith("step-1 loss") for line in wrong), case["fault"]
+        assert not any(line.startswith("step-1 loss") for line in wrong), "the forward pass is right: only gradients tell"

@@ -600,7 +600,7 @@ def test_loss_and_every_gradient_of_the_schedule_equal_the_composed_model(change
     state.bias_LX.copy_(0.05 * torch.randn_like(state.bias_LX))
     rows = [random_row(40, m, [0, 1, 17, 40]), random_row(40, m, [0, 40])]
 
-    loss, squared_norm = train.schedule(rows, state, grid, m, torch.float32, scale=1 / 64)
+    loss, squared_norm = train.schedule(rows, state, grid, m, parallel.Transport(torch.float32), scale=1 / 64)
     params = {n: double(v).requires_grad_() for n, v in by_name(state.master, state, m, grid).items()}
     want = ref_model_loss(params, rows, state.bias_LX, m)
     assert abs(loss / want - 1) < 1e-6
@@ -619,7 +619,7 @@ def test_recomputation_with_the_recorded_routing_repeats_the_forward_pass():
     m = model.model_of("debug", **TINY, shared_experts=1)
     grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
     state = parallel.init_state(m, grid, 0, CPU)
-    w = parallel.gather(state, [f"layers.0.{b}" for b in LAYER], grid, torch.float32).wait()
+    w = parallel.gather(state, [f"layers.0.{b}" for b in LAYER], grid, parallel.Transport(torch.float32)).wait()
     w = {n: v.detach().requires_grad_() for n, v in w.items()}
     row = random_row(40, m, [0, 40])
 
@@ -643,7 +643,7 @@ def test_first_loss_of_the_debug_size_is_ln_v():
     state = parallel.init_state(m, grid, 0, CPU)
     row = random_row(256, m, [0, 100, 256])
     for dtype in (torch.float32, torch.bfloat16):
-        loss, _ = train.schedule([row], state, grid, m, dtype, train=False)
+        loss, _ = train.schedule([row], state, grid, m, parallel.Transport(dtype), train=False)
         assert abs(loss / 254 / math.log(m.vocab) - 1) < 0.02
 
 
@@ -654,7 +654,7 @@ def test_bfloat16_gradients_are_near_those_of_fp32():
     row, grads = random_row(64, m, [0, 64]), []
     for dtype in (torch.float32, torch.bfloat16):
         state.bias_LX.copy_(10 * (torch.arange(8) % 2).float())  # the same experts in both, or near-ties would differ
-        train.schedule([row], state, grid, m, dtype, wire=dtype, scale=1 / 64)
+        train.schedule([row], state, grid, m, parallel.Transport(dtype, grads=dtype), scale=1 / 64)
         grads.append(by_name(state.grad, state, m, grid))
     for name, exact in grads[0].items():
         assert grads[1][name].dtype == torch.float32
@@ -676,7 +676,7 @@ def test_block_and_schedule_run_without_values_when_groups_are_even(changes):
     row = random_row(40, m, [0, 10, 40])
     segments = Segments([0, 10, 40], row.segments.bounds_device.to(meta))
     row = train.Row(row.tokens_T.to(meta), row.targets_T.to(meta), segments)
-    w = parallel.gather(state, [f"layers.1.{b}" for b in LAYER], grid, torch.bfloat16).wait()
+    w = parallel.gather(state, [f"layers.1.{b}" for b in LAYER], grid, parallel.Transport(torch.bfloat16)).wait()
     rope = model.rope_cache(m.rope_theta, m.head_dim, 40, meta)
     x = torch.empty(40, m.width, dtype=torch.bfloat16, device=meta, requires_grad=True)
     w = {n: v.detach().requires_grad_() for n, v in w.items()}
@@ -688,7 +688,7 @@ def test_block_and_schedule_run_without_values_when_groups_are_even(changes):
     for v, dv in zip([x, *w.values()], torch.autograd.grad(y, [x, *w.values()], torch.empty_like(y))):
         assert (dv.shape, dv.dtype, dv.device) == (v.shape, v.dtype, meta)
 
-    loss, squared_norm = train.schedule([row], state, grid, m, torch.bfloat16, wire=torch.bfloat16)
+    loss, squared_norm = train.schedule([row], state, grid, m, parallel.Transport(torch.bfloat16, grads=torch.bfloat16))
     assert loss.dtype == squared_norm.dtype == torch.float64 and loss.device == meta
     for name, bucket in state.buckets.items():
         assert (state.grad[name].shape, state.grad[name].dtype) == (bucket.owned, torch.float32)

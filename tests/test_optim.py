@@ -1,7 +1,8 @@
 """optim.py, and who owns and initialises what (parallel.py), seen by one process."""
 
-import copy
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,14 +69,17 @@ def is_matrix_of_a_layer(name: str) -> bool:
 
 
 class PlainMuon:
-    """Muon as in a paper: one matrix at a time."""
+    """Muon as in a paper: one matrix at a time. One that travels does so in the type of the iteration, both ways."""
 
-    def __init__(self, value: Tensor, dtype: torch.dtype):
+    def __init__(self, value: Tensor, dtype: torch.dtype, travels: bool):
         self.value, self.momentum, self.dtype = value.clone(), torch.zeros_like(value), dtype
+        self.travels = travels and dtype == torch.bfloat16
 
     def step(self, grad: Tensor, lr: float, decay: float):
         self.momentum = 0.95 * self.momentum + grad
         nesterov = grad + 0.95 * self.momentum
+        if self.travels:
+            nesterov = nesterov.bfloat16().float()
         x = (nesterov / (1.02 * nesterov.square().sum().sqrt())).to(self.dtype)
         if len(x) > len(x.T):
             x = x.T
@@ -84,7 +88,10 @@ class PlainMuon:
             x = a * x + (b * s + (c * s) @ s) @ x  # where c multiplies matters in bf16: 2% of the update
         if x.shape != self.value.shape:
             x = x.T
-        self.value = (1 - lr * decay) * self.value - lr * 0.2 * max(self.value.shape) ** 0.5 * x.to(self.value.dtype)
+        direction = 0.2 * max(self.value.shape) ** 0.5 * x.to(torch.float32 if self.travels else self.value.dtype)
+        if self.travels:
+            direction = direction.bfloat16()
+        self.value = (1 - lr * decay) * self.value - lr * direction.to(self.value.dtype)
 
 
 # widths that make q and gate tall, k, o and down wide; then all of them square
@@ -97,11 +104,11 @@ def test_muon_equals_a_plain_muon_of_single_matrices(changes, dtype, tolerance):
     m = model.model_of("debug", **TINY | changes)
     state, grid = one_rank(m, dtype=torch.float64)
     start = by_name(state.master, state, m, grid)
-    plain = {name: PlainMuon(value, dtype) for name, value in start.items() if is_matrix_of_a_layer(name)}
+    plain = {name: PlainMuon(value, dtype, "experts" not in name) for name, value in start.items() if is_matrix_of_a_layer(name)}
     for step in range(10):
         grads, lr = random_gradients(m, torch.float64), 0.02 / (step + 1)
         set_gradients(state, grads, m, grid)
-        optim.update(state, grid, m, "muon", lr, 0.1, 1.0, step, dtype)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", lr, 0.1, 1.0, step, dtype)
         assert not state.grad
         for name, muon in plain.items():
             muon.step(grads[name], lr, 0.1)
@@ -114,32 +121,34 @@ def test_muon_equals_a_plain_muon_of_single_matrices(changes, dtype, tolerance):
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:6], ids=str)
 def test_the_update_of_many_ranks_equals_that_of_one(layout, optimizer, monkeypatch):
-    """The all-gather is played by first running every rank up to it. Update scale and matrices are the whole ones."""
+    """The ranks are threads that hand each other what they would send. Update scale and matrices are the whole ones."""
     m = model.model_of("debug", **TINY, shared_experts=1)
     alone, grid = one_rank(m, optimizer)
     ranks = grids(layout, m)
     states = [init_state(m, g, 0, CPU) for g in ranks]
     for state in states:
         optim.init_moments(state, optimizer)
+    barrier, box = threading.Barrier(len(ranks), timeout=30), {}
+
+    def all_to_all_uneven(x, to, back, group, purpose):
+        if group.handle is None and group is grid.shard:
+            return parallel.Pending(purpose, None, (), lambda: x)
+        box[purpose, group.index] = x.split(to)
+        barrier.wait()
+        got = [box[purpose, i][group.index] for i in range(group.size)]
+        barrier.wait()
+        assert [len(part) for part in got] == back
+        return parallel.Pending(purpose, None, (), lambda: torch.cat(got))
+
+    monkeypatch.setattr(optim, "all_to_all_uneven", all_to_all_uneven)
     for step in range(2):
         grads = random_gradients(m)
         for state, g in [(alone, grid), *zip(states, ranks)]:
             set_gradients(state, grads, m, g)
-        optim.update(alone, grid, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
-
-        sent = []
-        monkeypatch.setattr(optim, "all_gather", lambda x, group: sent[-1].append(x) or parallel.Pending(
-            None, (), lambda: torch.stack([x] * group.size)))
-        for state, g in zip(copy.deepcopy(states), ranks):
-            sent.append([])
-            optim.update(state, g, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
-        parts = [torch.stack(bucket) for bucket in zip(*sent)]
-        for state, g in zip(states, ranks):
-            waiting = iter(parts)
-            monkeypatch.setattr(optim, "all_gather", lambda x, group: parallel.Pending(
-                None, (), lambda p=next(waiting): p.clone()))
-            optim.update(state, g, m, optimizer, 0.02, 0.1, 0.5, step, torch.float32)
-        monkeypatch.undo()
+        optim.update(alone, grid, optim.plan_muon(alone, grid, m, optimizer), optimizer, 0.02, 0.1, 0.5, step, torch.float32)
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            list(pool.map(lambda state, g: optim.update(state, g, optim.plan_muon(state, g, m, optimizer), optimizer, 0.02,
+                                                        0.1, 0.5, step, torch.float32), states, ranks))
     want = by_name(alone.master, alone, m, grid)
     for state, g in zip(states, ranks):
         for name, bucket in state.buckets.items():
@@ -208,12 +217,12 @@ def test_an_expert_that_gets_no_tokens_stays_finite_for_good():
     m = model.model_of("debug", **TINY | dict(layers=1))
     state, grid = one_rank(m)
     set_gradients(state, {name: 1e-4 * g for name, g in random_gradients(m).items()}, m, grid)
-    optim.update(state, grid, m, "muon", 1e-3, 0.1, 1.0, 0)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 0)
     for moments in state.moments.values():
         for moment in moments.values():
             moment.mul_(0.95**1100)
     set_gradients(state, {name: 0 * g for name, g in random_gradients(m).items()}, m, grid)
-    optim.update(state, grid, m, "muon", 1e-3, 0.1, 1.0, 1101)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 1101)
     assert all(master.isfinite().all() for master in state.master.values())
 
 
@@ -251,7 +260,7 @@ def test_adamw_equals_that_of_torch(dtype, tolerance):
     for step in range(20):
         grads, lr = random_gradients(m, dtype), 0.01 / (step + 1)
         set_gradients(state, grads, m, grid)
-        optim.update(state, grid, m, "adamw", lr, 0.1, 1.0, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, "adamw"), "adamw", lr, 0.1, 1.0, step)
         for group in theirs.param_groups:
             group["lr"] = lr
         for name, value in leaves.items():
@@ -289,7 +298,7 @@ def test_clipping_scales_every_gradient(optimizer):
     for factor, clip in [(1.0, 0.25), (0.25, 1.0)]:
         state, grid = one_rank(m, optimizer)
         set_gradients(state, {name: factor * g for name, g in grads.items()}, m, grid)
-        optim.update(state, grid, m, optimizer, 0.01, 0.1, clip, 0)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, 0)
         results.append({**state.master, **{f"{n}/{k}": v for n, ms in state.moments.items() for k, v in ms.items()}})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
@@ -300,7 +309,7 @@ def test_decay_is_decoupled_and_spares_norms_router_and_embedding(optimizer):
     state, grid = one_rank(m, optimizer)
     start = by_name(state.master, state, m, grid)
     set_gradients(state, {name: torch.zeros(s) for name, s in model.param_shapes(m).items()}, m, grid)
-    optim.update(state, grid, m, optimizer, 0.5, 0.1, 1.0, 0)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.5, 0.1, 1.0, 0)
     for name, value in by_name(state.master, state, m, grid).items():
         factor = 1 - 0.5 * 0.1 if is_matrix_of_a_layer(name) or name == "head" else 1
         assert torch.equal(value, start[name] * factor), name
@@ -392,10 +401,10 @@ def test_every_parameter_moves_in_ten_steps_of_training(optimizer, dtype):
     state, grid = one_rank(m, optimizer)
     start, losses, rows = by_name(state.master, state, m, grid), [], random_rows(m, 2, 48)
     for step in range(10):
-        loss, squared_norm = train.schedule(rows, state, grid, m, dtype, scale=1 / 96)
+        loss, squared_norm = train.schedule(rows, state, grid, m, parallel.Transport(dtype), scale=1 / 96)
         losses.append(float(loss) / 96)
         clip = optim.clip_scale(math.sqrt(squared_norm), 1.0)
-        optim.update(state, grid, m, optimizer, 0.01, 0.1, clip, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, step)
     for name, value in by_name(state.master, state, m, grid).items():
         assert value.dtype == torch.float32 and value.isfinite().all()
         moved = (value != start[name]).double().mean()
@@ -420,11 +429,11 @@ def test_masters_moments_and_gradients_are_fp32_and_share_no_memory(optimizer, d
 
     places = [t.data_ptr() for t in kept()]
     for step in range(2):
-        train.schedule(random_rows(m, 2, 48), state, grid, m, dtype, wire=dtype)
+        train.schedule(random_rows(m, 2, 48), state, grid, m, parallel.Transport(dtype, grads=dtype))
         assert state.grad.keys() == state.buckets.keys()
         grads = list(state.grad.values())
         check(kept() + grads)
-        optim.update(state, grid, m, optimizer, 0.01, 0.1, 1.0, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, 1.0, step)
         check(kept() + grads)
     assert places == [t.data_ptr() for t in kept()]  # updated in place
 

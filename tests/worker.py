@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -49,58 +50,172 @@ def full_gradients(state, m, grid) -> dict[str, torch.Tensor]:
     return found
 
 
-def plant(fault: str, grid, monkey: dict):
-    """One of the faults that layout equality must catch. Returns what undoes it."""
-    original = parallel.reduce_scatter
+def transport(case: dict) -> parallel.Transport:
+    """A case's way of travelling; without any, nothing is compressed."""
+    named = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return parallel.Transport(named[case.get("compute", "float32")], case.get("weights", "compute"),
+                              named[case.get("grads", "float32")], case.get("dense", "step"), case.get("reshard", True),
+                              case.get("chunk", 0))
 
-    if fault.startswith("unreduced:"):  # an axis whose gradients are never added up
-        def reduce_scatter(x, group, wire):
-            if group.name == fault.split(":")[1] and group.size > 1:
-                return parallel.Pending(None, (), lambda: x[group.index].float())
-            return original(x, group, wire)
 
-        parallel.reduce_scatter = reduce_scatter
-    if fault == "unreduced:replica":
-        parallel.all_reduce = lambda x, group: parallel.Pending(None, (), lambda: x)
-    if fault == "experts x E":
-        def scaled(x, group, wire):
-            return original(x * grid.E if group.name == "column" else x, group, wire)
+def plant(fault: str, grid):
+    """Puts in one of the faults that layout equality must catch: GROUP:PURPOSE is a sum over the group that is left out."""
+    reduce_scatter, all_reduce = parallel.reduce_scatter, parallel.all_reduce
 
-        parallel.reduce_scatter = scaled
+    def faulty(x, group, wire, purpose):
+        if fault == f"{group.name}:{purpose}" and group.size > 1:
+            return parallel.Pending(purpose, None, (), lambda: x[group.index].float())
+        scaled = fault == "experts x E" and purpose == "expert gradient"
+        return reduce_scatter(x * grid.E if scaled else x, group, wire, purpose)
+
+    parallel.reduce_scatter = faulty
+    if fault == "replica:replica gradient":
+        parallel.all_reduce = lambda x, group, purpose: parallel.Pending(purpose, None, (), lambda: x)
+    return reduce_scatter, all_reduce
+
+
+def start(where, case: dict, replicas: int = 1, m=None):
+    """A case's model, grid, state and this rank's rows."""
+    m = m or tiny(max_per_group=case.get("c", 1), router=case.get("router", "softmax"), shared_experts=case.get("shared", 0))
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, replicas, m)
+    state = parallel.init_state(m, grid, 1, where.device)
+    optim.init_moments(state, "muon")
+    if m.router == "sigmoid":  # a bias that changes choices
+        state.bias_LX.copy_(torch.linspace(-0.1, 0.1, m.experts).expand(m.layers, -1))
+    count = ROWS // where.world
+    rows = random_rows(m)[where.rank * count : (where.rank + 1) * count]
+    return m, grid, state, rows
+
+
+def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambda norm: None):
+    """Trains on the same rows; returns the losses, summed over all ranks per target, and the first gradient norm."""
+    wire, plan = transport(case), optim.plan_muon(state, grid, m, "muon")
+    optim.check_plan(plan, grid, where.device)
+    parallel.start_refresh(state, grid, wire)()
+    targets = parallel.exchange([train.count_targets(rows)], grid, where.device).sum()
+    scale = 1 / targets
+    if case.get("fault") == "wrong count":
+        scale = 1 / max(1, train.count_targets(rows)) / where.world  # averaged per rank, not per token
+    losses, first_norm = [], None
+    for step in range(count):
+        loss, squared = train.schedule(rows, state, grid, m, wire, scale)
+        totals = parallel.exchange([float(loss), float(squared)], grid, where.device).sum(0)
+        losses.append(totals[0] / targets)
+        norm = (totals[1] / grid.R) ** 0.5
+        if step == 0:
+            first_norm = norm
+            after_first(norm)
+        optim.update(state, grid, plan, "muon", case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step,
+                     start_refresh=lambda: parallel.start_refresh(state, grid, wire))
+    return losses, first_norm
 
 
 def layouts(where, out: Path, options: dict):
-    """For each case: step-1 loss, norm and gradients, then the loss after 5 steps."""
-    healthy = parallel.reduce_scatter, parallel.all_reduce
+    """For each case: step-1 loss, norm and gradients, then the losses of 5 steps, or as many as the case says."""
     results = {}
     for case in options["cases"]:
-        m = tiny(max_per_group=case["c"], router=case["router"], shared_experts=case.get("shared", 0))
-        grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, options["replicas"], m)
-        count = ROWS // where.world
-        rows = random_rows(m)[where.rank * count : (where.rank + 1) * count]
-        state = parallel.init_state(m, grid, 1, where.device)
-        optim.init_moments(state, "muon")
-        if m.router == "sigmoid":  # a bias that changes choices
-            state.bias_LX.copy_(torch.linspace(-0.1, 0.1, m.experts).expand(m.layers, -1))
-        plant(case.get("fault", ""), grid, options)
-        targets = parallel.exchange([train.count_targets(rows)], grid, where.device).sum()
-        scale = 1 / targets
-        if case.get("fault") == "wrong count":
-            scale = 1 / max(1, train.count_targets(rows)) / where.world  # averaged per rank, not per token
-        losses = []
-        for step in range(5):
-            loss, squared = train.schedule(rows, state, grid, m, torch.float32, torch.float32, scale)
-            totals = parallel.exchange([float(loss), float(squared)], grid, where.device).sum(0)
-            losses.append(totals[0] / targets)
-            if step == 0:
-                norm = (totals[1] / grid.R) ** 0.5
-                if grid.r == 0:
-                    save_file(full_gradients(state, m, grid), out / f"{case['name']}.{where.rank}.safetensors")
-            optim.update(state, grid, m, "muon", 2e-3, 0.1, optim.clip_scale(norm, 1.0), step)
+        m, grid, state, rows = start(where, case, options["replicas"])
+        healthy = plant(case.get("fault", ""), grid)
+        if case.get("poison"):
+            parallel.WIRE.poison = np.random.default_rng(case["poison"])
+
+        def keep_gradients(_):
+            if grid.r == 0:
+                save_file(full_gradients(state, m, grid), out / f"{case['name']}.{where.rank}.safetensors")
+
+        losses, norm = steps(where, case, m, grid, state, rows, case.get("steps", 5), keep_gradients)
         results[case["name"]] = {"losses": losses, "norm": norm}
         parallel.reduce_scatter, parallel.all_reduce = healthy
+        parallel.WIRE.poison = None
     if where.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
+
+
+def ledger(where, out: Path, options: dict):
+    """Bytes by group and purpose that every rank sent in one step, and what the loopback interface carried."""
+    m = model_of("debug", layers=3, seq_len=256, max_per_group=1)
+    results = {}
+    for case in options["cases"]:
+        _, grid, state, _ = start(where, case, options["replicas"], m)
+        rows, wire = random_rows(m, where.world)[where.rank : where.rank + 1], transport(case)
+        plan = optim.plan_muon(state, grid, m, "muon")
+        parallel.start_refresh(state, grid, wire)()
+        carried = []
+        for step in range(4):  # the first makes the connections; others may use the interface too, so the least counts
+            parallel.exchange([0.0], grid, where.device)
+            time.sleep(0.05)
+            before = loopback_bytes()
+            time.sleep(0.05)
+            parallel.exchange([0.0], grid, where.device)  # nobody goes on before all have read
+            parallel.WIRE.calls.clear(), parallel.WIRE.sent.clear()
+            train.schedule(rows, state, grid, m, wire, 1 / m.seq_len)
+            optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step,
+                         start_refresh=lambda: parallel.start_refresh(state, grid, wire))
+            sent = {f"{group} {purpose}": count for (group, purpose), count in parallel.WIRE.sent.items()}
+            total = parallel.exchange([sum(sent.values())], grid, where.device).sum()
+            time.sleep(0.05)
+            carried.append(loopback_bytes() - before)
+            time.sleep(0.05)
+        results[case["name"]] = {"sent": sent, "all ranks": total, "loopback": min(carried[1:])}
+    (out / f"ledger.{where.rank}.json").write_text(json.dumps(results))
+
+
+def loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
+
+
+def trace(where, out: Path, options: dict):
+    """Order of starts, waits and computations in one step of a model of 4 layers."""
+    m = model_of("debug", layers=4, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32, vocab=250, seq_len=40)
+    _, grid, state, rows = start(where, options["case"], options["replicas"], m)
+    block, direction = train.block, optim.muon_direction
+
+    def traced_block(*args):
+        parallel.WIRE.trace.append(("compute", "block"))
+        return block(*args)
+
+    def traced_direction(matrices, dtype):
+        parallel.WIRE.trace.append(("compute", "experts" if matrices.dim() == 3 else "matrix"))
+        return direction(matrices, dtype)
+
+    train.block, optim.muon_direction = traced_block, traced_direction
+    parallel.WIRE.trace = []
+    steps(where, options["case"], m, grid, state, rows[:1], 1)
+    (out / f"trace.{where.rank}.json").write_text(json.dumps(parallel.WIRE.trace))
+
+
+def sums(where, out: Path, options: dict):
+    """reduce_scatter of bf16 slices against an fp64 sum, and against itself, with ranks arriving at random."""
+    m = tiny()
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, m)
+    inputs = torch.randn(4, 4, 1000, generator=torch.Generator().manual_seed(3)) * torch.logspace(-3, 3, 4)[:, None, None]
+    want = inputs.bfloat16().double().sum(0)[grid.n]
+    got = []
+    for _ in range(5):
+        time.sleep(np.random.default_rng(where.rank).random() * 0.02)
+        got.append(parallel.reduce_scatter(inputs[where.rank], grid.column, torch.bfloat16, "expert gradient").wait())
+    size = inputs.bfloat16().double().abs().sum(0)[grid.n]
+    result = {"error": float(((got[0] - want).abs() / size).max()), "repeats differ": sum(not torch.equal(g, got[0]) for g in got)}
+    (out / f"sums.{where.rank}.json").write_text(json.dumps(result))
+
+
+def poisoned_faults(where, out: Path, options: dict):
+    """Of 40 gathers each: healthy ones, ones whose result is read before wait, ones whose input changes before wait."""
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, tiny())
+    parallel.WIRE.poison = np.random.default_rng(5)
+    found = {"healthy": 0, "read early": 0, "input changed": 0}
+    for fault in found:
+        for _ in range(40):
+            x = torch.full((64,), float(where.rank + 1))
+            pending = parallel.all_gather(x, grid.node, "dispatch")
+            early = pending._keep[1].clone()
+            if fault == "input changed":
+                time.sleep(0.002)
+                x.zero_()
+            right = torch.equal(pending.wait(), torch.tensor([1.0, 2.0])[:, None].expand(2, 64))
+            found[fault] += early.isnan().all().item() if fault == "read early" else not right
+    (out / f"faults.{where.rank}.json").write_text(json.dumps(found))
 
 
 def main(argv):
