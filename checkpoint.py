@@ -16,14 +16,15 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model import ConfigError, Model
-from parallel import Grid, State, exchange, make_buckets, make_grid, pieces
+from parallel import Grid, State, exchange, make_buckets, make_grid, pieces, share_texts
 
 NAME = re.compile(r"step-(\d{8})$")
 
@@ -48,17 +49,32 @@ def save(root: Path, step: int, state: State, grid: Grid, meta: dict, keep: int)
         tmp.mkdir(parents=True)
     device = state.bias_LX.device
     exchange([0.0], grid, device)  # the directory is there
-    failure = write_rank_file(tmp, state, grid) if grid.r == 0 else ""
-    failed = [rank for rank, flag in enumerate(exchange([float(bool(failure))], grid, device)[:, 0]) if flag]
-    if failed:
-        raise RuntimeError(f"checkpoint {final} not written: ranks {failed} failed{': ' + failure if failure else ''}; older "
-                           "checkpoints are untouched. Free space or check the file system, then run again to resume")
+    raise_together(write_rank_file(tmp, state, grid) if grid.r == 0 else "", final, grid, device)
+    failure = ""
     if grid.world.index == 0:
-        finish(final, tmp, {"step": step, "grid": [grid.R, grid.N, grid.E], **meta}, grid.N * grid.E)
-        for old in complete(root)[:-keep] if keep else []:
-            (old / ".complete").unlink()
-            shutil.rmtree(old)
-    exchange([0.0], grid, device)  # nobody goes on, or exits, before the marker is there
+        try:
+            publish(final, tmp, {"step": step, "grid": [grid.R, grid.N, grid.E], **meta}, grid.N * grid.E)
+            for old in complete(root)[:-keep] if keep else []:
+                (old / ".complete").unlink()
+                shutil.rmtree(old)
+        except OSError as error:
+            failure = str(error)
+    raise_together(failure, final, grid, device)  # nobody goes on, or exits, before the marker is there
+
+
+def raise_together(failure: str, final: Path, grid: Grid, device: torch.device):
+    """Raises RuntimeError on all ranks if one could not write."""
+    for rank, message in enumerate(share_texts(failure, grid, device)):
+        if message:
+            raise RuntimeError(f"checkpoint {final} not written, rank {rank}: {message}; older checkpoints are untouched. Free "
+                               "space or check the file system, then run again to resume")
+
+
+def set_aside_after(root: Path, step: int) -> list[Path]:
+    """A run that starts at this step takes another way than the checkpoints of later steps: they are renamed, or the next
+    start would take them for the newest. Returns their new places."""
+    later = [p for p in root.glob("step-*") if NAME.search(p.name) and int(NAME.search(p.name)[1]) > step]
+    return [p.rename(p.with_name(f"abandoned-{time.strftime('%Y%m%d-%H%M%S')}-{p.name}")) for p in later]
 
 
 def write_rank_file(tmp: Path, state: State, grid: Grid) -> str:
@@ -72,12 +88,12 @@ def write_rank_file(tmp: Path, state: State, grid: Grid) -> str:
         save_file({name: t.cpu() for name, t in tensors.items()}, path)
         write_synced(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": checksum(path)}))
         sync(path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         return str(error)
     return ""
 
 
-def finish(final: Path, tmp: Path, manifest: dict, files: int):
+def publish(final: Path, tmp: Path, manifest: dict, files: int):
     manifest["files"] = {}
     for path in (rank_file(tmp, i) for i in range(files)):
         manifest["files"][path.name] = json.loads(path.with_suffix(".json").read_text())

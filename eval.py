@@ -35,7 +35,7 @@ import data
 import launch
 import train
 from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
-from parallel import Grid, State, Transport, gather, make_buckets, make_grid
+from parallel import Grid, State, Transport, gather, layer_buckets, make_buckets, make_grid
 
 
 @dataclass
@@ -268,7 +268,7 @@ def loss(argv: list[str]) -> int:
         result = compare(s, run, path, mean, keys)
         result |= {"dtype": run.hp.dtype, "ranks": where.world, "seconds": round(time.perf_counter() - start, 1)}
         print_table(result)
-        file = Path("out") / run.hp.run / "evals.jsonl"
+        file = run.path.resolve().parent.parent / "evals.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a") as f:
             f.write(json.dumps(result) + "\n")
@@ -329,8 +329,7 @@ def whole_weights(state: State, grid: Grid, m: Model, dtype: torch.dtype) -> dic
             del state.master[name]
         return weights
 
-    kinds = ("dense", "control", "gate_up", "down")
-    layers = [take(*(f"layers.{i}.{kind}" for kind in kinds)) for i in range(m.layers)]
+    layers = [take(*layer_buckets(i)) for i in range(m.layers)]
     return take("embed", "final", "head") | {"layers": layers, "bias_LX": state.bias_LX}
 
 

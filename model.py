@@ -10,9 +10,11 @@ experts of the node and their partial sums back; with one rank both are the iden
 the collectives in.
 
 Shape suffixes: T tokens of a rank, M tokens of its node (those of all its ranks), D width, H query heads, J key-value
-heads, K head dimension, X experts, F expert width, k chosen experts, P token-expert pairs, V vocabulary.
+heads, K head dimension, X experts, F expert width (gate and up side by side: U = 2F), k chosen experts, P
+token-expert pairs, V vocabulary.
 """
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -271,7 +273,7 @@ class Segments(NamedTuple):
 def segment_attention(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, segments: Segments) -> Tensor:
     """Causal attention inside each segment, none across; returns [T, H, K]."""
     gqa = q_THK.shape[1] != k_TJK.shape[1]
-    if q_THK.device.type in ("cpu", "meta"):  # a loop over segments is 2-3 times faster than a mask
+    if q_THK.device.type != "cuda" or q_THK.dtype == torch.float32:  # a loop over segments: 2-3 times faster than a mask
         out = []
         for a, b in zip(segments.bounds, segments.bounds[1:]):
             q, k, v = (x[None, a:b].transpose(1, 2) for x in (q_THK, k_TJK, v_TJK))
@@ -281,7 +283,8 @@ def segment_attention(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, segments: Seg
 
     longest = max(b - a for a, b in zip(segments.bounds, segments.bounds[1:]))
     cu = segments.bounds_device
-    return varlen_attn(q_THK, k_TJK, v_TJK, cu, cu, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+    options = {"enable_gqa": gqa} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.11 has none
+    return varlen_attn(q_THK, k_TJK, v_TJK, cu, cu, longest, longest, window_size=(-1, 0), **options)
 
 
 def attention(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, m: Model) -> Tensor:
@@ -365,7 +368,7 @@ class Pairs(NamedTuple):
     """The token-expert pairs that a rank's experts process, sorted by expert."""
 
     token_P: Tensor  # int64: which token of the node
-    slot_MS: Tensor  # int64 [M, S]: where a token's pairs are in the sorted order; `none` where it has fewer than S
+    slot_MS: Tensor  # int64 [M, S]: where a token's (at most S) pairs are in the sorted order; P where it has fewer
     choice_P: Tensor  # int64: index into the flattened [M, k] routing weights
     offsets_X: Tensor  # int32: end of each expert's pairs
 
@@ -395,7 +398,7 @@ def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: in
 
 
 def sum_slots(rows_PD: Tensor, slot_MS: Tensor) -> Tensor:
-    """out[n] = sum over s of rows[slot[n, s]] in fp32, in the order of s; slots of value P add nothing.
+    """out[n] = sum over s of rows[slot[n, s]] in fp32, in the order of s; a slot that holds P (the number of rows) adds nothing.
 
     A gather and a sum, no atomic add: the same bits every time."""
     P = rows_PD.shape[0]
@@ -449,13 +452,13 @@ class TakeWeights(Function):
         return d.view(ctx.shape), None
 
 
-def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XFD: Tensor, down_XDF: Tensor) -> Tensor:
+def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XUD: Tensor, down_XDF: Tensor) -> Tensor:
     """Sum over a token's local experts of weight * down(silu(gate(x)) * up(x)), [M, D].
 
     The routing weight multiplies before the down-projection, so that combining is a plain sum."""
     rows_PD = TakeTokens.apply(x_MD, pairs)
-    gate_up_PF = F.grouped_mm(rows_PD, gate_up_XFD.transpose(1, 2), offs=pairs.offsets_X)
-    hidden_PF = SwiGLU.apply(gate_up_PF, TakeWeights.apply(weights_Mk, pairs))
+    gate_up_PU = F.grouped_mm(rows_PD, gate_up_XUD.transpose(1, 2), offs=pairs.offsets_X)
+    hidden_PF = SwiGLU.apply(gate_up_PU, TakeWeights.apply(weights_Mk, pairs))
     return SumPairs.apply(F.grouped_mm(hidden_PF, down_XDF.transpose(1, 2), offs=pairs.offsets_X), pairs)
 
 

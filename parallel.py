@@ -162,6 +162,7 @@ PURPOSES = {
     "muon direction": ("the directions of whole matrices", "its slices of all directions"),
     "replica gradient": ("its replica's gradient of what it owns", "the sum over the replicas"),
     "scalars": ("its own numbers", "everybody's"),
+    "texts": ("its own message or path", "everybody's"),
 }
 
 
@@ -294,7 +295,7 @@ def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype, purpose: str) -> 
     if group.size == 1:
         return Pending(purpose, None, (x,), lambda: x[0].float())
     parts = all_to_all(x.to(wire), group, purpose)
-    return Pending(purpose, None, (x,), lambda: sum_ranks(parts.wait()))
+    return Pending(purpose, None, (), lambda: sum_ranks(parts.wait()))
 
 
 def sum_ranks(parts: Tensor) -> Tensor:
@@ -391,6 +392,14 @@ class Combine(Function):
         return all_gather(dy_TD, ctx.node, "combine gradient").wait().flatten(0, 1), None, None
 
 
+def dispatch_tokens(node: Group, h_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return Dispatch.apply(h_TD, weights_Tk, chosen_Tk, node)
+
+
+def combine_tokens(node: Group, y_MD: Tensor, transfer: bool) -> Tensor:
+    return Combine.apply(y_MD, node, transfer)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # Ownership: one table
 # ------------------------------------------------------------------------------------------------------------------
@@ -440,6 +449,11 @@ class Bucket:
     def values(self) -> int:
         """Values without padding: of the flat buffer, or of one expert."""
         return sum(math.prod(shape) for _, shape in self.params)
+
+
+def layer_buckets(i: int) -> list[str]:
+    """Names of layer i's buckets."""
+    return [f"layers.{i}.{bucket}" for bucket in ("dense", "control", "gate_up", "down")]
 
 
 def make_buckets(m: Model, grid: Grid) -> dict[str, Bucket]:
@@ -762,3 +776,25 @@ def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarra
     A gather rather than a sum, so that all ranks add in the same order and decide the same, and any rank can be named."""
     sent = torch.tensor(values, dtype=torch.float64, device=device)
     return all_gather(sent, grid.world, "scalars").wait().cpu().numpy()
+
+
+def share_texts(text: str, grid: Grid, device: torch.device) -> list[str]:
+    """Every rank's text on every rank, cut to 2,000 bytes."""
+    sent = torch.zeros(2000, dtype=torch.uint8)
+    content = torch.tensor(list(text.encode()[:2000]), dtype=torch.uint8)
+    sent[: len(content)] = content
+    received = all_gather(sent.to(device), grid.world, "texts").wait().cpu().numpy()
+    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in received]
+
+
+def together(action: Callable, grid: Grid, device: torch.device):
+    """action() of this rank; if it raises ConfigError on any rank, all raise it, with the first one's message."""
+    result, failure = None, ""
+    try:
+        result = action()
+    except ConfigError as error:
+        failure = str(error)
+    for rank, message in enumerate(share_texts(failure, grid, device)):
+        if message:
+            raise ConfigError(f"rank {rank}: {message}" if rank else message)
+    return result

@@ -10,6 +10,7 @@ Reads top to bottom: hyperparameters, the schedule of a step with every collecti
 
 import dataclasses
 import difflib
+import hashlib
 import json
 import math
 import os
@@ -19,9 +20,11 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,8 +34,9 @@ import launch
 import optim
 from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
                    head_loss, model_of, rope_cache, uses_rope)
-from parallel import (WIRE, Combine, Dispatch, Grid, State, Transport, advance, all_gather, check_transport, exchange,
-                      gather, grid_shape, grid_warnings, init_state, make_grid, reduce, start_refresh)
+from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
+                      gather, grid_shape, grid_warnings, init_state, layer_buckets, make_grid, reduce, share_texts,
+                      start_refresh, together)
 
 
 @dataclass
@@ -86,15 +90,15 @@ class Hyperparameters:
     expert_width: int = 0
     vocab: int = 0
     rope_every: int = 0  # RoPE on every n-th layer
-    shared_experts: int = 0  # 0 or 1
-    max_per_group: int = 0  # experts of a group that a token may use; 0: top_k / groups, which makes the load even
-    router: str = "softmax"  # softmax | sigmoid
+    shared_experts: int = 0  # 1: an expert that every token passes
+    max_per_group: int = 0  # experts of a group that a token may use; top_k / groups makes the load even
+    router: str = ""  # softmax | sigmoid; empty: the size's
 
 
 # A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
 FIXED = ("seed", "optimizer")
 MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
-                "vocab", "rope_every", "seq_len")
+                "vocab", "rope_every", "shared_experts", "max_per_group", "router", "seq_len")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -102,88 +106,92 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 # ------------------------------------------------------------------------------------------------------------------
 
 
-class Row(NamedTuple):
+# Every collective of a step, in the order in which it happens (-> starts, <- is waited for; over which group; what a rank
+# holds afterwards). `--verbose_comm=True` prints the same list with bytes, as it happens.
+#
+#   forward    <- embedding            shard: the whole table
+#     layer i  <- weights i            column: the experts of its node slot; node (or shard): the dense weights
+#              -> weights i+1          after the last layer: head and last norm, over the shard
+#                 dispatch             node, all-gather: tokens, routing weights and choices of its node
+#                 combine              node, all-to-all and sum: its own tokens, the sums over all experts
+#   head       <- head, last norm; -> weights of the last layer
+#              -> gradients of head and last norm, over the shard
+#   backward
+#     layer i  <- weights i, -> weights i-1
+#                 dispatch             node: again, with the recorded routing; combine's transfer is left out
+#                 gradients of combine (all-gather) and of dispatch (all-to-all and sum), node
+#              -> gradients i          column: of the experts; node (or shard): of the dense weights
+#              <- gradients i+1        dense: -> on over the column; with replicas: -> on over these. Each transfer so has
+#                                      a layer's compute to hide behind, and ends as the owner's part of the sum of all ranks
+#   embedding  -> its gradient, shard; <- all that is still on its way
+#   numbers       world, all-gather of a few: loss, norm, next targets, who was told to stop       (train, below)
+#   update     -> dense slices         shard, all-to-all: each dense matrix whole at its owner     (optim.update)
+#              <- them, -> directions  shard, all-to-all: the slices of the update
+#              <- them, -> refresh     column, all-gather: 1/E of all new dense weights; <- at the end
+
+
+class DeviceRow(NamedTuple):
     """One row of tokens on the device."""
 
     tokens_T: Tensor  # int64
     targets_T: Tensor  # int64, -1: none
     segments: Segments
+    n_targets: int
 
 
-def schedule(rows: list[Row], state: State, grid: Grid, m: Model, wire: Transport, scale: float = 1.0, train: bool = True) -> tuple[Tensor, Tensor]:
-    """Forward and backward pass over this rank's rows; every collective of a step but the optimizer's starts here.
+def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Transport, scale: float = 1.0,
+             train: bool = True) -> tuple[Tensor, Tensor]:
+    """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
-    values: of scale * (summed loss of all ranks). With train=False it ends at the loss.
-
-    In order, for layer i (-> starts, <- is waited for; group; who holds what afterwards):
-
-      forward   <- weights i       column: the experts of the node slot; node (or shard): the layer's dense weights
-                -> weights i+1
-                   dispatch        node    every rank: the tokens, routing weights and choices of its node
-                   combine         node    every rank: its own tokens, the partial sums of all experts added
-      backward  <- weights i, -> weights i-1       as above
-                   dispatch        node    again, with the recorded routing; the combine's transfer is left out
-                   combine's gradient (all-gather), dispatch's gradient (all-to-all and sum), node
-                -> gradients i     experts over the column; dense in the node (or over the shard)
-                <- gradients i+1   then, dense: -> over the column, and with replicas -> over these; so each transfer
-                                   has a layer's compute to hide behind. At the end every owner: the sum of all ranks
-
-    Returns (summed loss of this rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
-
-    def layer(i: int) -> list[str]:
-        return [f"layers.{i}.{bucket}" for bucket in ("dense", "control", "gate_up", "down")]
-
-    def dispatch(h_TD, weights_Tk, chosen_Tk):  # all-gather over the node: [T, ...] -> [E*T, ...]
-        return Dispatch.apply(h_TD, weights_Tk, chosen_Tk, grid.node)
-
-    def combine(y_MD):  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
-        return Combine.apply(y_MD, grid.node, True)
-
-    def combine_gradient_only(y_MD):
-        return Combine.apply(y_MD, grid.node, False)
-
+    values: of scale * (summed loss of all ranks). Returns (summed loss of this rank's rows in nats, squared norm of the
+    gradients owned here), fp64 on the device."""
     T = len(rows[0].tokens_T)
     tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
     ropes = [tables if uses_rope(i, m) else None for i in range(m.layers)]
     mine = grid.local_experts(m)
+    dispatch = partial(dispatch_tokens, grid.node)  # all-gather over the node: [T, ...] -> [E*T, ...]
+    combine = partial(combine_tokens, grid.node, transfer=True)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
+    combine_gradient_only = partial(combine_tokens, grid.node, transfer=False)
 
     # ---- forward: no autograd graph is kept, only each layer's input and its routing
     embedding = gather(state, ["embed"], grid, wire)
-    ahead = gather(state, layer(0), grid, wire)
+    ahead = gather(state, layer_buckets(0), grid, wire)
     table_VD = embedding.wait()["embed"]
     x = [embed_tokens(row.tokens_T, table_VD) for row in rows]
     del table_VD
     inputs, routes = [], []
     for i in range(m.layers):
         w = ahead.wait()
-        ahead = gather(state, layer(i + 1) if i + 1 < m.layers else ["final", "head"], grid, wire)
+        ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, wire)
         inputs.append(x if train else None)
         with torch.no_grad():
             out = [block(x[b], w, row.segments, ropes[i], None, state.bias_LX[i], dispatch, combine, mine, m)
                    for b, row in enumerate(rows)]  # breadth-first: all rows while this layer's weights are here
         x, route = map(list, zip(*out))
         routes.append(route)
+        del w, out
 
     # ---- head and loss, in chunks of tokens
     w = ahead.wait()
     if train:
-        ahead = gather(state, layer(m.layers - 1), grid, wire, backward=True)
+        ahead = gather(state, layer_buckets(m.layers - 1), grid, wire, backward=True)
     loss, dx, grads = 0, [], {}
     for b, row in enumerate(rows):
         loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
         loss, dx = loss + loss_b, dx + [dx_b]
         accumulate(grads, {"final_norm": dnorm, "head": dhead})
-    del w, x
+    del w, x, loss_b, dx_b, dnorm, dhead
     if not train:
         return loss, torch.zeros_like(loss)
     reducing, squared_norm = reduce(state, ["final", "head"], grads, grid, wire), 0
+    del grads
 
     # ---- backward: each layer is recomputed from its input
     for i in reversed(range(m.layers)):
         w = {name: value.detach().requires_grad_() for name, value in ahead.wait().items()}
         if i:
-            ahead = gather(state, layer(i - 1), grid, wire, backward=True)
+            ahead = gather(state, layer_buckets(i - 1), grid, wire, backward=True)
         grads, inputs_i, routes_i = {}, inputs.pop(), routes.pop()
         for b, row in enumerate(rows):
             x_TD = inputs_i[b].detach().requires_grad_()
@@ -193,10 +201,10 @@ def schedule(rows: list[Row], state: State, grid: Grid, m: Model, wire: Transpor
             accumulate(grads, dict(zip(w, dw)))
             del x_TD, y_TD, dw
         del w, inputs_i
-        started = reduce(state, layer(i), grads, grid, wire)
+        started = reduce(state, layer_buckets(i), grads, grid, wire)
+        del grads  # only the reductions hold them now
         squared_norm = squared_norm + advance(reducing)  # those of layer i+1 and before, while layer i's are on their way
         reducing += started
-        del grads, started
 
     # ---- the embedding's gradient needs the token ids only
     grads = {}
@@ -217,13 +225,15 @@ def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def to_device(row: data.Row, device: torch.device) -> Row:
-    bounds = torch.tensor(row.bounds, dtype=torch.int32)
-    tensors = [torch.from_numpy(x).to(device) for x in (row.tokens_S, row.targets_S)]
-    return Row(*tensors, Segments(row.bounds, bounds.to(device)))
+def to_device(row: data.Row, device: torch.device) -> DeviceRow:
+    tensors = [torch.from_numpy(x) for x in (row.tokens_S, row.targets_S, np.array(row.bounds, np.int32))]
+    if device.type != "cpu":  # from pinned memory, or the copy would wait for the step that is running
+        tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
+    tokens_T, targets_T, bounds = tensors
+    return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()))
 
 
-def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[Row]:
+def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[DeviceRow]:
     """This rank's rows: a contiguous part of the step's, so that ranks and rows per rank can be traded."""
     count = rows_per_step // grid.world.size
     ids = data.row_ids(step * rows_per_step + grid.world.index * count, count, len(rows), seed)
@@ -236,8 +246,8 @@ def mean_segment(rows: data.Rows) -> float:
     return sum(n * n for n in lengths) / sum(lengths)
 
 
-def count_targets(rows: list[Row]) -> int:
-    return sum(int((row.targets_T >= 0).sum()) for row in rows)
+def count_targets(rows: list[DeviceRow]) -> int:
+    return sum(row.n_targets for row in rows)
 
 
 def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, wire: Transport,
@@ -252,7 +262,7 @@ def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Mode
         r = first + grid.world.index
         row = to_device(rows[min(r, limit - 1)], device)
         if r >= limit:
-            row = row._replace(targets_T=torch.full_like(row.targets_T, -1))
+            row = row._replace(targets_T=torch.full_like(row.targets_T, -1), n_targets=0)
         loss, _ = schedule([row], state, grid, m, wire._replace(node_reshard=False), train=False)
         total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
     loss, targets = exchange(total.tolist(), grid, device).sum(0)
@@ -298,7 +308,7 @@ def parse_value(name: str, text: str, kind: type):
 def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, Model]:
     """Fills in what 0 and auto stand for, and refuses what cannot work before anything is started or written."""
     changes = {name: getattr(hp, name) or None for name in MODEL_FIELDS}
-    m = model_of(hp.size, **changes, shared_experts=hp.shared_experts, max_per_group=hp.max_per_group, router=hp.router)
+    m = model_of(hp.size, **changes)
     grid_shape(where.world, where.ranks_per_node, hp.replicas, m)
     per_rank = hp.rows_per_rank or (hp.rows_per_step // where.world if hp.rows_per_step else 1)
     per_step = hp.rows_per_step or per_rank * where.world
@@ -320,7 +330,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
     data.check_source(hp.data, hp.tokenizer)
     hp = dataclasses.replace(hp, dtype=resolve_dtype(hp.dtype, where.device), seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
-                             max_per_group=m.group_limit, **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
+                             **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
 
 
@@ -336,11 +346,12 @@ def transport_of(hp: Hyperparameters) -> Transport:
                      torch.float32, hp.dense_gather, hp.node_reshard, hp.grad_chunk)
 
 
-def compare(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
+def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
     """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly."""
     was = found["settings"]
     pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step")}
-    pairs |= {name: (found["model"][name], value) for name, value in asdict(m).items()}
+    defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
+    pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
     pairs["data fingerprint"] = (found["fingerprint"], fingerprint)
     different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
     if different:
@@ -361,7 +372,7 @@ class Output:
 
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
-        self.hp = hp
+        self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
 
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
@@ -377,6 +388,7 @@ class Output:
         self.log(f"settings {json.dumps(asdict(hp))}", console=False)
         self.log(f"versions python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; "
                  f"git {git_state()}", console=False)
+        self.log_file.writelines(self.early)
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
         if hp.wandb == "auto":
             self.wandb = start_wandb(hp, self.path)
@@ -385,7 +397,7 @@ class Output:
         """After a rewind the steps that will be run again must not be in the file twice."""
         path = self.path / "metrics.jsonl"
         if path.exists():
-            lines = [line for line in path.read_text().splitlines(True) if json.loads(line)["step"] <= step]
+            lines = [line for line in path.read_text().splitlines(True) if step_of(line) <= step]
             path.with_suffix(".tmp").write_text("".join(lines))
             path.with_suffix(".tmp").rename(path)
 
@@ -394,8 +406,7 @@ class Output:
             return
         if console:
             print(text, flush=True)
-        if hasattr(self, "log_file"):
-            self.log_file.write(text + "\n")
+        (self.log_file.write if self.log_file else self.early.append)(text + "\n")
 
     def progress(self, step: int, phase: str):
         if self.active:
@@ -412,6 +423,14 @@ class Output:
     def close(self):
         if self.wandb:
             self.wandb.finish()
+
+
+def step_of(line: str) -> float:
+    """Of a line of metrics.jsonl; infinity for one that a crash has cut short."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return math.inf
 
 
 def git_state() -> str:
@@ -452,49 +471,62 @@ def duration(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+class Run(NamedTuple):
+    """What stays the same from step to step."""
+
+    hp: Hyperparameters
+    m: Model
+    grid: Grid
+    wire: Transport
+    device: torch.device
+    rows: data.Rows
+    held_out: data.Rows
+    out: Output
+
+
 def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
     """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
-    another, makes its own."""
+    another, makes its own, which must be the same."""
     args = hp.data, hp.vocab, hp.seq_len, hp.seed, hp.tokenizer
-    path, error = Path(), None
-    if grid.world.index == 0:
-        try:
-            path = data.prepare(*args, log=log)
-        except ConfigError as e:
-            error = e
-    path = Path(share_text("" if error else str(path), grid, device))
-    if path == Path():
-        raise error or ConfigError("rank 0 could not prepare the data, see its message")
-    return path if path.exists() else data.prepare(*args, log=lambda *_: None)
+    path = together(lambda: str(data.prepare(*args, log=log)) if grid.world.index == 0 else "", grid, device)
+    path = Path(share_texts(path, grid, device)[0])
 
+    def own() -> str:
+        return data.Rows(path if path.exists() else data.prepare(*args, log=lambda *_: None), "train").fingerprint
 
-def share_text(text: str, grid: Grid, device) -> str:
-    """Rank 0's text on every rank, at most 4,096 bytes of it."""
-    sent = torch.zeros(4096, dtype=torch.uint8)
-    sent[: len(text.encode())] = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    return bytes(all_gather(sent.to(device), grid.world).wait()[0].tolist()).rstrip(b"\0").decode()
+    fingerprints = share_texts(together(own, grid, device), grid, device)
+    if different := [rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]]:
+        raise ConfigError(f"--data={hp.data}: ranks {different} made other rows of it than rank 0; give all nodes the same files and "
+                          "packages, or a shared directory data/")
+    return path
 
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
-    """Fresh or from a checkpoint; also the first step to run."""
+    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
     state = init_state(m, grid, hp.seed, device)
     optim.init_moments(state, hp.optimizer)
-    found = checkpoint.complete(out.path / "ckpt")
-    if hp.resume not in ("auto", "never"):
-        found = [Path(hp.resume)]
-    if hp.resume == "never" and out.path.exists():
-        exchange([0.0], grid, device)  # all ranks have looked
-        if out.active:
-            aside = out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-            out.path.rename(aside)
-            out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
-    if hp.resume == "never" or not found:
+    root = out.path / "ckpt"
+    chosen = "" if hp.resume == "never" else hp.resume
+    if hp.resume == "auto":
+        chosen = str(next(reversed(checkpoint.complete(root)), ""))
+    chosen = share_texts(chosen, grid, device)[0]
+    if hp.resume == "never" and out.active and out.path.exists():
+        aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+        out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
+    if not chosen:
         return state, 0
-    manifest = checkpoint.read_manifest(found[-1])
-    compare(manifest, hp, m, fingerprint, found[-1], out.log)
-    checkpoint.load(found[-1], state, grid, m)
-    out.log(f"resumed from {found[-1]}")
-    return state, manifest["step"]
+
+    def load() -> int:
+        manifest = checkpoint.read_manifest(Path(chosen))
+        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
+        checkpoint.load(Path(chosen), state, grid, m)
+        return manifest["step"]
+
+    step = together(load, grid, device)
+    out.log(f"resumed from {chosen}")
+    for place in checkpoint.set_aside_after(root, step) if out.active else ():
+        out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
+    return state, step
 
 
 def main(argv: list[str]) -> int:
@@ -519,58 +551,76 @@ def main(argv: list[str]) -> int:
                 "--resume=never starts afresh")
         return launch.EXIT_OK
     out.open(hp, m, step)
-    requested = train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, stop)
+    stopped = train(Run(hp, m, grid, wire, device, rows, held_out, out), state, step, last, stop)
+    out.log(ledger(), console=False)
     out.close()
-    return launch.EXIT_STOPPED if requested else launch.EXIT_OK
+    return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
 
-def train(hp, m, state, grid, rows, held_out, step, last, device, wire, out, stop) -> bool:
+def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it."""
+    hp, m, grid, wire, device, rows, held_out, out = run
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
-    flops = flops_per_token(m, mean_segment(rows))
+    flops, times = flops_per_token(m, mean_segment(rows)), []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
     start_refresh(state, grid, wire)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
-    step_times = []
     while step < last:
-        start, waited, before = time.perf_counter(), WIRE.waited_s, WIRE.sent.copy()
-        WIRE.tell = out.log if hp.verbose_comm and not step_times else None
+        start, waited_s, sent = time.perf_counter(), WIRE.waited_s, WIRE.sent.copy()
+        WIRE.tell = out.log if hp.verbose_comm and not times else None
         lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
 
-        loss, squared_norm = schedule(batch, state, grid, m, wire, scale=1 / max(targets, 1))
-        # world all-gather of a few numbers: every rank now knows the loss, the norm, the next targets and who was told to stop
-        totals = exchange([float(loss), float(squared_norm), count_targets(next_batch), bool(stop.requested)], grid, device)
-        loss, squared_norm, next_targets, requested = totals.sum(0)
+        sums = torch.stack(schedule(batch, state, grid, m, wire, scale=1 / max(targets, 1))).tolist()
+        # every rank now learns the loss, the norm, the next step's targets and who was told to stop
+        numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
+        loss, squared_norm, next_targets, requested = numbers.sum(0)
         loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
-        if not math.isfinite(grad_norm):
-            ranks = [i for i, row in enumerate(totals) if not math.isfinite(row[0] + row[1])]
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, first seen on ranks {ranks}; "
-                                     "no update was made. Lower --lr or resume from a checkpoint with other data")
+        if not math.isfinite(loss + grad_norm):
+            ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
+            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
+                                     "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
         optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
                      start_refresh=lambda: start_refresh(state, grid, wire))
 
         step, batch, targets = step + 1, next_batch, next_targets
         ending = step == last or requested
-        step_s, waited_s, val_loss = time.perf_counter() - start, WIRE.waited_s - waited, None
-        sent = {f"{group} {purpose}": count for (group, purpose), count in (WIRE.sent - before).items()}
+        times.append(time.perf_counter() - start)
+        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
+                    # where wait() returns at once, the time in it says nothing
+                    "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
+                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
-            val_loss, _ = held_out_loss(held_out, hp.val_rows, state, grid, m, wire, device)
-        report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, sent, val_loss, flops, step_times,
-               device)
+            measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, wire, device)
+        report(run, step, measured, flops, times)
         if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
             out.progress(step, "checkpoint")
             checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
-            if ending:
-                out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
-                        + (f"; stopped by {stop.requested or 'request'}, run again to go on" if requested else ""))
-                break
+        if ending:
+            out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
+                    + (f"; stopped by {stop.requested or 'another rank'}, run again (--resume=auto) to go on" if requested else ""))
+            break
     out.progress(step, "done" if step == hp.steps else "stopped")
-    out.log(ledger(), console=False)
     return bool(requested) and step < last
+
+
+def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):
+    """One line on the console, one object in metrics.jsonl. flops: per token; times: of the steps so far, in seconds."""
+    hp, out = run.hp, run.out
+    tokens, world, step_s = hp.rows_per_step * hp.seq_len, run.grid.world.size, times[-1]
+    tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
+    ids = data.row_ids((step - 1) * hp.rows_per_step, hp.rows_per_step, len(run.rows), hp.seed)
+    out.metrics({"step": step, "tokens": step * tokens, **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
+                 "mfu": tok_s / world * flops / peak if peak else None, **memory_gb(run.device),
+                 "row_ids": hashlib.sha256(ids.tobytes()).hexdigest()[:16]})
+    out.progress(step, "step")
+    recent = sorted(times[-20:])[len(times[-20:]) // 2]
+    held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""
+    out.log(f"step {step}/{hp.steps}  loss {measured['loss']:.4f}  norm {measured['grad_norm']:.3f}  lr {measured['lr']:.2e}  "
+            f"{tok_s:,.0f} tok/s  {step_s:.2f} s  eta {duration(recent * (hp.steps - step))}{held_out}")
 
 
 def ledger() -> str:
@@ -578,24 +628,6 @@ def ledger() -> str:
     lines = [f"{group:<8} {purpose:<26} {WIRE.calls[group, purpose]:>9,} calls {count:>18,} bytes sent"
              for (group, purpose), count in sorted(WIRE.sent.items())]
     return "\n".join(["collectives of rank 0:", *lines])
-
-
-def report(out, hp, grid, step, loss, grad_norm, lr, step_s, waited_s, sent, val_loss, flops, step_times,
-               device):
-    """One line on the console, one object in metrics.jsonl."""
-    tokens = hp.rows_per_step * hp.seq_len
-    step_times.append(step_s)
-    recent = sorted(step_times[-20:])[len(step_times[-20:]) // 2]
-    tok_s = tokens / step_s
-    peak = launch.peak_flops(device)
-    out.metrics({
-        "step": step, "tokens": step * tokens, "loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": step_s,
-        "tok_s": tok_s, "tok_s_gpu": tok_s / grid.world.size, "mfu": tok_s / grid.world.size * flops / peak if peak else None,
-        "exposed_comm_s": waited_s, "sent_bytes": sent, **memory_gb(device), **({} if val_loss is None else {"val_loss": val_loss}),
-    })
-    out.progress(step, "step")
-    out.log(f"step {step}/{hp.steps}  loss {loss:.4f}  norm {grad_norm:.3f}  lr {lr:.2e}  {tok_s:,.0f} tok/s  {step_s:.2f} s  "
-            f"eta {duration(recent * (hp.steps - step))}" + ("" if val_loss is None else f"  held-out {val_loss:.4f}"))
 
 
 if __name__ == "__main__":

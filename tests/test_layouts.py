@@ -86,3 +86,15 @@ def test_planted_faults_are_found(reference, tmp_path, nodes, ranks, replicas, f
         wrong = differences(reference["c1-softmax"], found[case["name"]])
         assert wrong, f"{case['fault']} went unnoticed"
         assert not any(line.startswith("step-1 loss") for line in wrong), "the forward pass is right: only gradients tell"
+
+
+def test_no_token_is_seen_from_before_from_another_document_or_from_another_rank(tmp_path):
+    """The routed path included: a changed token moves to other experts, beside the tokens of the other ranks."""
+    cases = [dict(name=f"c{c}", c=c, router=router) for c, router in ((1, "softmax"), (2, "sigmoid"), (4, "softmax"))]
+    worker("causality", 1, 2, tmp_path, cases=cases)
+    for rank in range(2):
+        for name, (before, after) in json.loads((tmp_path / f"causality.{rank}.json").read_text()).items():
+            if rank == 0 and name.endswith(" affected"):
+                assert abs(after - before) > 1e-4 * before, name
+            else:
+                assert after == pytest.approx(before, rel=1e-7), (rank, name)

@@ -556,7 +556,7 @@ def ref_block(x, w, bounds, layer: int, bias, m: model.Model):
     return x + y
 
 
-def ref_model_loss(p: dict[str, Tensor], rows: list[train.Row], bias_LX, m: model.Model):
+def ref_model_loss(p: dict[str, Tensor], rows: list[train.DeviceRow], bias_LX, m: model.Model):
     """Summed loss of rows; p by full name."""
     loss = 0
     for row in rows:
@@ -569,11 +569,11 @@ def ref_model_loss(p: dict[str, Tensor], rows: list[train.Row], bias_LX, m: mode
     return loss
 
 
-def random_row(T: int, m: model.Model, bounds: list[int]) -> train.Row:
+def random_row(T: int, m: model.Model, bounds: list[int]) -> train.DeviceRow:
     targets = torch.randint(0, m.vocab, (T,))
     targets[torch.tensor(bounds[1:]) - 1] = -1
     segments = Segments(bounds, torch.tensor(bounds, dtype=torch.int32))
-    return train.Row(torch.randint(0, m.vocab, (T,)), targets, segments)
+    return train.DeviceRow(torch.randint(0, m.vocab, (T,)), targets, segments, int((targets >= 0).sum()))
 
 
 def by_name(values: dict[str, Tensor], state: parallel.State, m: model.Model, grid) -> dict[str, Tensor]:
@@ -675,7 +675,7 @@ def test_block_and_schedule_run_without_values_when_groups_are_even(changes):
     state = parallel.init_state(m, grid, 0, meta)
     row = random_row(40, m, [0, 10, 40])
     segments = Segments([0, 10, 40], row.segments.bounds_device.to(meta))
-    row = train.Row(row.tokens_T.to(meta), row.targets_T.to(meta), segments)
+    row = train.DeviceRow(row.tokens_T.to(meta), row.targets_T.to(meta), segments, row.n_targets)
     w = parallel.gather(state, [f"layers.1.{b}" for b in LAYER], grid, parallel.Transport(torch.bfloat16)).wait()
     rope = model.rope_cache(m.rope_theta, m.head_dim, 40, meta)
     x = torch.empty(40, m.width, dtype=torch.bfloat16, device=meta, requires_grad=True)

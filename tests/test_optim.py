@@ -389,9 +389,10 @@ def test_parameters_of_a_bucket_must_agree_in_every_rule(change, monkeypatch):
         parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
 
 
-def random_rows(m: model.Model, count: int, T: int) -> list[train.Row]:
+def random_rows(m: model.Model, count: int, T: int) -> list[train.DeviceRow]:
     segments = Segments([0, T // 3, T], torch.tensor([0, T // 3, T], dtype=torch.int32))
-    return [train.Row(torch.randint(0, m.vocab, (T,)), torch.randint(0, m.vocab, (T,)), segments) for _ in range(count)]
+    return [train.DeviceRow(torch.randint(0, m.vocab, (T,)), torch.randint(0, m.vocab, (T,)), segments, T)
+            for _ in range(count)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ import train
 from launch import EXIT_CONFIG, EXIT_STOPPED, Place
 from model import ConfigError
 from safetensors.torch import load_file
-from spawn import ROOT, launch
+from spawn import ROOT, launch, worker
 
 TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
@@ -78,7 +78,7 @@ def test_a_rewind_keeps_no_step_twice(here):
     """A crash after step 6 with the last checkpoint at step 4: steps 5 and 6 are run again, and recorded once."""
     run(here, "rewind", "--steps=12", "--stop_at=4")
     metrics = here / "out" / "rewind" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 0}\n{"step": 6, "loss": 0}\n')
+    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 0}\n{"step": 6, "lo')  # the last line is torn
     run(here, "rewind", "--steps=12")
     assert [line[0] for line in losses(here, "rewind")] == list(range(1, 13))
     assert all(line[1] > 0 for line in losses(here, "rewind"))
@@ -127,17 +127,39 @@ def test_a_checkpoint_loads_at_another_layout(here):
         assert there[0] == back[0] and there[1] == pytest.approx(back[1], rel=1e-4)
 
 
-def test_damaged_checkpoints_are_refused(here):
-    run(here, "damage", "--steps=4", nodes=1, ranks=1)
+def test_damaged_checkpoints_are_refused_by_all_ranks_and_nothing_changes(here):
+    run(here, "damage", "--steps=4", nodes=1, ranks=2)
     checkpoint = here / "out" / "damage" / "ckpt" / "step-00000004"
-    file = checkpoint / "rank-00000.safetensors"
+    file = checkpoint / "rank-00001.safetensors"  # only one of the ranks reads it
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
-    done = run(here, "damage", "--steps=8", nodes=1, ranks=1, check=False)
-    assert done.returncode == EXIT_CONFIG and "damaged" in done.stderr
+    before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
+    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
+    assert done.returncode == EXIT_CONFIG and done.stderr.count("rank 1: checkpoint file") == 1 and "damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
     (checkpoint / ".complete").unlink()  # as if the machine had died before the marker
     assert "step 1/8" in run(here, "damage", "--steps=8", nodes=1, ranks=1).stdout
+
+
+def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
+    """Back to step 4 of 8: the checkpoint of step 8 is no longer the newest of this run, and is not lost."""
+    run(here, "way", "--steps=8", "--ckpt_every=4", nodes=1, ranks=1)
+    root = here / "out" / "way" / "ckpt"
+    run(here, "way", "--steps=8", f"--resume={root / 'step-00000004'}", "--lr=1e-3", "--stop_at=6", nodes=1, ranks=1)
+    assert len(list(root.glob("abandoned-*-step-00000008"))) == 1
+    done = run(here, "way", "--steps=8", "--lr=1e-3", nodes=1, ranks=1)
+    assert "resumed from out/way/ckpt/step-00000006" in done.stdout
+    assert "resumed with another --lr: 0.005 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
+
+
+def test_a_rank_that_cannot_write_ends_the_run_and_loses_nothing(here, tmp_path):
+    worker("failing_save", 1, 2, tmp_path)
+    for rank in range(2):
+        message = (tmp_path / f"message.{rank}").read_text()
+        assert "not written, rank 1: No space left on device" in message and "older checkpoints are untouched" in message
+    assert [p.name for p in sorted((tmp_path / "ckpt").glob("step-*"))] == ["step-00000001"]
 
 
 def test_every_rank_ends_with_the_same_error_at_once(here):

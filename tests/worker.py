@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import checkpoint  # noqa: E402
 import launch  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
@@ -26,7 +28,7 @@ def tiny(**changes):
                     **changes)
 
 
-def random_rows(m, count=ROWS, seed=0) -> list[train.Row]:
+def random_rows(m, count=ROWS, seed=0) -> list[train.DeviceRow]:
     """Rows of several documents, with very unequal numbers of targets; one row has none."""
     rng = np.random.default_rng(seed)
     rows = []
@@ -36,7 +38,8 @@ def random_rows(m, count=ROWS, seed=0) -> list[train.Row]:
         targets = torch.from_numpy(rng.integers(0, m.vocab, m.seq_len))
         targets[torch.from_numpy(rng.random(m.seq_len)) < r / (count - 1)] = -1
         bounds = [0, *cuts, m.seq_len]
-        rows.append(train.Row(tokens, targets, Segments(bounds, torch.tensor(bounds, dtype=torch.int32))))
+        rows.append(train.DeviceRow(tokens, targets, Segments(bounds, torch.tensor(bounds, dtype=torch.int32)),
+                                   int((targets >= 0).sum())))
     return rows
 
 
@@ -183,6 +186,44 @@ def trace(where, out: Path, options: dict):
     parallel.WIRE.trace = []
     steps(where, options["case"], m, grid, state, rows[:1], 1)
     (out / f"trace.{where.rank}.json").write_text(json.dumps(parallel.WIRE.trace))
+
+
+def failing_save(where, out: Path, options: dict):
+    """A second checkpoint that rank 1 cannot write."""
+    m, grid, state, _ = start(where, {})
+    checkpoint.save(out / "ckpt", 1, state, grid, {}, keep=1)
+    if where.rank == 1:
+        def no_space(tensors, path):
+            raise SafetensorError("No space left on device")
+
+        checkpoint.save_file = no_space
+    try:
+        checkpoint.save(out / "ckpt", 2, state, grid, {}, keep=1)
+    except RuntimeError as error:
+        (out / f"message.{where.rank}").write_text(str(error))
+
+
+def causality(where, out: Path, options: dict):
+    """Losses of this rank's row when a token of rank 0's row changes: at targets before it and in other documents, and at
+    those after it in the same document."""
+    results = {}
+    for case in options["cases"]:
+        m, grid, state, _ = start(where, case)
+        parallel.start_refresh(state, grid, transport(case))()
+        (row,) = random_rows(m, where.world)[where.rank : where.rank + 1]
+        bounds, position = [0, 10, 30, m.seq_len], 20
+        segments = Segments(bounds, torch.tensor(bounds, dtype=torch.int32))
+        changed = row.tokens_T.clone()
+        if where.rank == 0:
+            changed[position] = (changed[position] + 1) % m.vocab
+        place = torch.arange(m.seq_len)
+        after = (place >= position) & (place < 30)
+        for name, measured in {"unaffected": ~after, "affected": after}.items():
+            targets = torch.where(measured, torch.arange(m.seq_len) % m.vocab, -1)
+            losses = [float(train.schedule([train.DeviceRow(tokens, targets, segments, 1)], state, grid, m, transport(case),
+                                           train=False)[0]) for tokens in (row.tokens_T, changed)]
+            results[f"{case['name']} {name}"] = losses
+    (out / f"causality.{where.rank}.json").write_text(json.dumps(results))
 
 
 def sums(where, out: Path, options: dict):
