@@ -287,19 +287,22 @@ def all_to_all_uneven(x: Tensor, to: list[int], back: list[int], group: Group, p
     return start("all-to-all", op, x, x.new_empty(sum(back)), group, purpose, sent)
 
 
-def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype, purpose: str) -> Pending:
-    """Sum over the ranks of x[own index], in fp32: an all-to-all in the `wire` type, then every owner adds up in rank order.
+def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype, purpose: str, inner: int = 1) -> Pending:
+    """Sum over the ranks of x[own index], in fp32: an all-to-all in the `wire` type, then every owner adds up in rank order,
+    first over each `inner` consecutive ranks.
 
     The order is fixed, so the bits are the same from run to run. On gloo it also moves half the bytes of reduce_scatter,
     which is an all-reduce there (LOG.md)."""
     if group.size == 1:
         return Pending(purpose, None, (x,), lambda: x[0].float())
     parts = all_to_all(x.to(wire), group, purpose)
-    return Pending(purpose, None, (), lambda: sum_ranks(parts.wait()))
+    return Pending(purpose, None, (), lambda: sum_ranks(parts.wait(), inner))
 
 
-def sum_ranks(parts: Tensor) -> Tensor:
-    """Sum over the first dimension in its order, in fp32."""
+def sum_ranks(parts: Tensor, inner: int = 1) -> Tensor:
+    """Sum over the first dimension in its order, first over each `inner` consecutive parts, in fp32."""
+    if inner > 1:
+        parts = torch.stack([sum_ranks(some) for some in parts.unflatten(0, (-1, inner))])
     total = parts[0].float() if parts.dtype != torch.float32 else parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -753,7 +756,8 @@ def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Gr
         yield None
         pending = reduce_scatter(pending.wait().view(grid.N, -1), grid.column, torch.float32, purpose)
     else:
-        pending = reduce_scatter(to_shard_order(flat, grid), grid.shard, dtype, purpose)
+        # node by node, as the two stages above add: dense_gather changes no bit of a result
+        pending = reduce_scatter(to_shard_order(flat, grid), grid.shard, dtype, purpose, inner=grid.E)
         del flat, view
     yield None
     yield from over_replicas(state, bucket, pending.wait(), grid)

@@ -65,11 +65,11 @@ def plant(fault: str, grid):
     """Puts in one of the faults that layout equality must catch: GROUP:PURPOSE is a sum over the group that is left out."""
     reduce_scatter, all_reduce = parallel.reduce_scatter, parallel.all_reduce
 
-    def faulty(x, group, wire, purpose):
+    def faulty(x, group, wire, purpose, inner=1):
         if fault == f"{group.name}:{purpose}" and group.size > 1:
             return parallel.Pending(purpose, None, (), lambda: x[group.index].float())
         scaled = fault == "experts x E" and purpose == "expert gradient"
-        return reduce_scatter(x * grid.E if scaled else x, group, wire, purpose)
+        return reduce_scatter(x * grid.E if scaled else x, group, wire, purpose, inner)
 
     parallel.reduce_scatter = faulty
     if fault == "replica:replica gradient":
