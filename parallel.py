@@ -184,7 +184,8 @@ class Wire:
             self.trace.append(("start", purpose))
         if self.tell:
             before, after = PURPOSES[purpose]
-            self.tell(f"{group.name}[{group.size}] {kind:<10} {purpose:<26} {sent:>12,} B sent   {before} -> {after}")
+            where = f"{group.name}[{group.size}]"
+            self.tell(f"{where:<11} {kind:<10} {purpose:<25} {sent:>15,} B sent   {before} -> {after}")
 
 
 WIRE = Wire()

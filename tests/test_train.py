@@ -49,13 +49,20 @@ def final_tensors(here, name, step) -> dict[str, torch.Tensor]:
     return {f"{f.name}/{key}": tensor for f in files for key, tensor in load_file(f).items()}
 
 
-def test_interrupted_twice_and_resumed_is_bit_identical(here):
-    settings = ["--steps=40", "--ckpt_every=15"]
-    run(here, "whole", *settings)
-    run(here, "parts", *settings, "--stop_at=7")
-    assert len(losses(here, "parts")) == 7
+PRODUCTION = ["--dtype=bfloat16", "--weight_transport=fp8", "--grad_transport=bf16", "--dense_gather=step", "--router=sigmoid",
+              "--replicas=2"]
 
-    argv = [sys.executable, ROOT / "launch.py", "--nodes", "2", "--ranks-per-node", "2", "--", ROOT / "train.py", "--run=parts"]
+
+@pytest.mark.parametrize("nodes, ranks, more", [(2, 2, []), (4, 1, PRODUCTION)])
+def test_interrupted_twice_and_resumed_is_bit_identical(here, nodes, ranks, more):
+    whole, parts = f"whole{nodes}", f"parts{nodes}"
+    settings = ["--steps=40", "--ckpt_every=15", *more]
+    run(here, whole, *settings, nodes=nodes, ranks=ranks)
+    run(here, parts, *settings, "--stop_at=7", nodes=nodes, ranks=ranks)
+    assert len(losses(here, parts)) == 7
+
+    argv = [sys.executable, ROOT / "launch.py", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--", ROOT / "train.py"]
+    argv += [f"--run={parts}"]
     process = subprocess.Popen([*argv, *TINY, *settings], cwd=here, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step 17/"):
@@ -64,12 +71,12 @@ def test_interrupted_twice_and_resumed_is_bit_identical(here):
     rest = process.stdout.read()
     assert process.wait(60) == EXIT_STOPPED, rest
     assert "stopped by SIGTERM" in rest
-    stopped = len(losses(here, "parts"))
+    stopped = len(losses(here, parts))
     assert 17 <= stopped < 40
 
-    run(here, "parts", *settings)
-    assert losses(here, "parts") == losses(here, "whole")
-    whole, parts = final_tensors(here, "whole", 40), final_tensors(here, "parts", 40)
+    run(here, parts, *settings, nodes=nodes, ranks=ranks)
+    assert losses(here, parts) == losses(here, whole)
+    whole, parts = final_tensors(here, whole, 40), final_tensors(here, parts, 40)
     assert whole.keys() == parts.keys() and len(whole) > 20
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
