@@ -49,7 +49,7 @@ def save(root: Path, step: int, state: State, grid: Grid, meta: dict, keep: int)
         tmp.mkdir(parents=True)
     device = state.bias_LX.device
     exchange([0.0], grid, device)  # the directory is there
-    raise_together(write_rank_file(tmp, state, grid) if grid.r == 0 else "", final, grid, device)
+    raise_together(write_rank_file(tmp, state, grid) if grid.r == 0 else "", final, tmp, grid, device)
     failure = ""
     if grid.world.index == 0:
         try:
@@ -59,15 +59,33 @@ def save(root: Path, step: int, state: State, grid: Grid, meta: dict, keep: int)
                 shutil.rmtree(old)
         except OSError as error:
             failure = str(error)
-    raise_together(failure, final, grid, device)  # nobody goes on, or exits, before the marker is there
+    raise_together(failure, final, tmp, grid, device)  # nobody goes on, or exits, before the marker is there
 
 
-def raise_together(failure: str, final: Path, grid: Grid, device: torch.device):
-    """Raises RuntimeError on all ranks if one could not write."""
+def raise_together(failure: str, final: Path, tmp: Path, grid: Grid, device: torch.device):
+    """Raises RuntimeError on all ranks if one could not write, after removing what was written."""
     for rank, message in enumerate(share_texts(failure, grid, device)):
         if message:
+            if grid.world.index == 0:
+                shutil.rmtree(tmp, ignore_errors=True)
             raise RuntimeError(f"checkpoint {final} not written, rank {rank}: {message}; older checkpoints are untouched. Free "
                                "space or check the file system, then run again to resume")
+
+
+def newest(root: Path) -> str:
+    """The newest complete checkpoint; empty where there are none at all. Raises ConfigError where there are only incomplete
+    ones: starting from scratch must be asked for."""
+    found = complete(root)
+    if not found and (rest := sorted(p.name for p in root.glob("step-*"))):
+        raise ConfigError(f"--resume=auto: {root} holds {', '.join(rest)}, but no complete checkpoint (.complete is missing); "
+                          "--resume=never starts afresh and moves the run aside")
+    return str(found[-1]) if found else ""
+
+
+def remove_unfinished(root: Path):
+    """What a crash in the middle of saving has left; call it with the run locked."""
+    for tmp in root.glob(".tmp-step-*"):
+        shutil.rmtree(tmp)
 
 
 def set_aside_after(root: Path, step: int) -> list[Path]:
@@ -103,7 +121,7 @@ def publish(final: Path, tmp: Path, manifest: dict, files: int):
         shutil.rmtree(final)
     tmp.rename(final)
     sync(final.parent)
-    write_synced(final / ".complete", "")
+    write_synced(final / ".complete", checksum(final / "manifest.json"))
     sync(final)
 
 
@@ -133,11 +151,20 @@ def checksum(path: Path) -> str:
 
 
 def read_manifest(path: Path) -> dict:
-    """Raises ConfigError if path is not a complete checkpoint."""
+    """Raises ConfigError if path is not a complete checkpoint with an undamaged manifest."""
     if not (path / ".complete").exists():
         raise ConfigError(f"--resume={path}: not a complete checkpoint (no .complete in it); name one that is, or use "
                           "--resume=auto for the newest")
-    return json.loads((path / "manifest.json").read_text())
+    manifest = path / "manifest.json"
+    if not manifest.exists() or checksum(manifest) != (path / ".complete").read_text():
+        raise ConfigError(f"checkpoint {manifest} is missing or damaged (its checksum is not the one in .complete); {others(path)}")
+    return json.loads(manifest.read_text())
+
+
+def others(path: Path) -> str:
+    """What to use instead of a damaged checkpoint."""
+    found = [str(p) for p in complete(path.parent) if p != path]
+    return f"use another one (--resume=PATH): {', '.join(found)}" if found else "there is no other; --resume=never starts afresh"
 
 
 def load(path: Path, state: State, grid: Grid, m: Model):
@@ -174,6 +201,5 @@ def open_verified(path: Path, rank: int, manifest: dict):
     file = rank_file(path, rank)
     said = manifest["files"][file.name]
     if not file.exists() or file.stat().st_size != said["bytes"] or checksum(file) != said["sha256"]:
-        raise ConfigError(f"checkpoint file {file} is missing or damaged (its checksum differs from the manifest's); use an "
-                          f"older one (--resume=PATH): {', '.join(str(p) for p in complete(path.parent))}")
+        raise ConfigError(f"checkpoint file {file} is missing or damaged (its checksum differs from the manifest's); {others(path)}")
     return safe_open(file, "pt")

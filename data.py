@@ -173,7 +173,12 @@ def _user_files(data: str) -> list[Path]:
     path = Path(data)
     if path.is_file():
         return [path]
-    return sorted(p for kind in (".txt", ".jsonl") for p in path.rglob(f"*{kind}") if p.is_file())
+
+    def refuse(error: OSError):  # a part that is left out silently would be another corpus
+        raise ConfigError(f"--data={data!r}: {error.filename!r} cannot be read ({error.strerror}). Change its permissions.")
+
+    found = [Path(place) / name for place, _, names in os.walk(path, onerror=refuse) for name in names]
+    return sorted(p for p in found if p.suffix in (".txt", ".jsonl") and p.is_file())
 
 
 def check_source(data: str, tokenizer: str = "") -> None:
@@ -707,7 +712,8 @@ def prepare(data: str, vocab: int, seq_len: int, seed: int, tokenizer: str = "",
     try:
         Path(cache).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--cache={cache!r} cannot be a directory ({error.strerror}). Give another path.") from None
+        raise ConfigError(f"{cache!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
+                          "another directory, or make it writable (data.py prepare takes --cache).") from None
     start = time.perf_counter()
     corpus_dir = _corpus(Path(cache), data, log)
     tokens_dir = _tokens(Path(cache), corpus_dir, vocab, tokenizer, log)

@@ -2,7 +2,7 @@
 
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
-    torchrun --nproc-per-node 4 train.py                                       works too: the variables are the same
+    torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 
 As a library (train.py, eval.py):
@@ -182,6 +182,7 @@ def run(main) -> int:
     """
     from model import ConfigError
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before StopRequest exists: end at once, without a traceback
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:

@@ -10,6 +10,8 @@ Reads top to bottom: hyperparameters, the schedule of a step with every collecti
 
 import dataclasses
 import difflib
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -352,7 +354,9 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str,
     pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step")}
     defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
     pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
-    pairs["data fingerprint"] = (found["fingerprint"], fingerprint)
+    if found["fingerprint"] != fingerprint:
+        pairs |= {name: (was[name], getattr(hp, name)) for name in ("data", "tokenizer")}
+        pairs["fingerprint of the data"] = (found["fingerprint"][:12], fingerprint[:12])
     different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
     if different:
         raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}); set it as it was, "
@@ -373,6 +377,23 @@ class Output:
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+
+    def lock(self):
+        """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
+        if not self.active:
+            return
+        try:
+            self.path.parent.mkdir(exist_ok=True)
+            self.lock_file = open(self.path.with_name(f".{self.path.name}.lock"), "a")
+            if self.path.exists() and not self.path.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "is not a directory")
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"--run={self.hp.run}: another process is training this run; wait for it, end it, or use another "
+                              "--run") from None
+        except OSError as error:
+            raise ConfigError(f"--run={self.hp.run}: {self.path} cannot be written ({error.strerror}); free it, or start in another "
+                              "directory") from None
 
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
@@ -503,34 +524,40 @@ def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
     """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
-    state = init_state(m, grid, hp.seed, device)
-    optim.init_moments(state, hp.optimizer)
     root = out.path / "ckpt"
-    chosen = "" if hp.resume == "never" else hp.resume
-    if hp.resume == "auto":
-        chosen = str(next(reversed(checkpoint.complete(root)), ""))
-    chosen = share_texts(chosen, grid, device)[0]
+
+    def choose() -> str:
+        if hp.resume != "auto" or not out.active:
+            return "" if hp.resume == "never" else hp.resume
+        return checkpoint.newest(root)
+
+    chosen = share_texts(together(choose, grid, device), grid, device)[0]
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
+    step = 0
+    if chosen:
+        manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
+        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
+        step = manifest["step"]
+    state = init_state(m, grid, hp.seed, device)
+    optim.init_moments(state, hp.optimizer)
     if not chosen:
         return state, 0
-
-    def load() -> int:
-        manifest = checkpoint.read_manifest(Path(chosen))
-        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
-        checkpoint.load(Path(chosen), state, grid, m)
-        return manifest["step"]
-
-    step = together(load, grid, device)
+    together(lambda: checkpoint.load(Path(chosen), state, grid, m), grid, device)
     out.log(f"resumed from {chosen}")
+    if out.active:
+        checkpoint.remove_unfinished(root)
     for place in checkpoint.set_aside_after(root, step) if out.active else ():
         out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
     return state, step
 
 
 def main(argv: list[str]) -> int:
-    stop, where = launch.StopRequest(), launch.place()
+    if "--help" in argv:
+        print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(Hyperparameters)))
+        return launch.EXIT_OK
+    where = launch.place()
     hp, m = resolve(parse(argv), where)
     out = Output(hp, where)
     launch.setup(where)
@@ -542,6 +569,7 @@ def main(argv: list[str]) -> int:
     for warning in grid_warnings(grid, m):
         out.log(f"warning: {warning}")
 
+    together(out.lock, grid, device)
     path = prepare_data(hp, grid, device, out.log)
     rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
     state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
@@ -551,7 +579,8 @@ def main(argv: list[str]) -> int:
                 "--resume=never starts afresh")
         return launch.EXIT_OK
     out.open(hp, m, step)
-    stopped = train(Run(hp, m, grid, wire, device, rows, held_out, out), state, step, last, stop)
+    # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
+    stopped = train(Run(hp, m, grid, wire, device, rows, held_out, out), state, step, last, launch.StopRequest())
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK

@@ -146,8 +146,50 @@ def test_damaged_checkpoints_are_refused_by_all_ranks_and_nothing_changes(here):
     assert done.returncode == EXIT_CONFIG and done.stderr.count("rank 1: checkpoint file") == 1 and "damaged" in done.stderr
     assert "Traceback" not in done.stderr
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
-    (checkpoint / ".complete").unlink()  # as if the machine had died before the marker
-    assert "step 1/8" in run(here, "damage", "--steps=8", nodes=1, ranks=1).stdout
+    (checkpoint / "manifest.json").write_text("{")
+    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
+    assert done.returncode == EXIT_CONFIG and "manifest.json is missing or damaged" in done.stderr
+    (checkpoint / ".complete").unlink()  # as if the machine had died before the marker: never from scratch by itself
+    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
+    assert done.returncode == EXIT_CONFIG and "no complete checkpoint" in done.stderr and "--resume=never" in done.stderr
+    assert "step 1/8" in run(here, "damage", "--steps=8", "--resume=never", nodes=1, ranks=1).stdout
+
+
+def test_two_processes_never_train_one_run(here):
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=twice", *TINY]
+    first = subprocess.Popen([*argv, "--steps=100000"], cwd=here, stdout=subprocess.PIPE, text=True)
+    for line in first.stdout:
+        if line.startswith("step 2/"):
+            break
+    second = run(here, "twice", "--steps=100000", nodes=1, ranks=2, check=False)
+    first.send_signal(signal.SIGINT)
+    assert "stopped by SIGINT" in first.stdout.read() and first.wait(60) == EXIT_STOPPED
+    assert second.returncode == EXIT_CONFIG and "another process is training this run" in second.stderr
+    assert len(losses(here, "twice")) >= 2
+
+
+def test_a_signal_before_the_first_step_ends_at_once(here):
+    (here / "large").mkdir()
+    text = "\n".join(f"{i} lines of some text to prepare for {i * i} ranks" for i in range(400_000))
+    (here / "large" / "text.txt").write_text(text)
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--", ROOT / "train.py", "--run=early", *TINY, "--data=large"]
+    process = subprocess.Popen(argv, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert "ranks on" in process.stdout.readline()
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    start = time.time()
+    assert process.wait(30) == 128 + signal.SIGINT and time.time() - start < 15
+    assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda out: out.write_text(""), "out/blocked cannot be written"),
+    (lambda out: (out.mkdir(), (out / "blocked").write_text("")), "out/blocked cannot be written (is not a directory)")])
+def test_an_output_directory_that_cannot_be_made(here, tmp_path, make, message):
+    (tmp_path / "texts").symlink_to(here / "texts")
+    make(tmp_path / "out")
+    done = launch(1, 2, "train.py", "--run=blocked", *TINY, cwd=tmp_path, check=False)
+    assert done.returncode == EXIT_CONFIG and message in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
