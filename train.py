@@ -59,8 +59,9 @@ class Hyperparameters:
     # layout and precision
     replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
     dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
-    weight_transport: str = "compute"  # expert weights between nodes: fp8 (blocks of 128, one scale each) | bf16 | compute
-    grad_transport: str = "fp32"  # gradients on the wire: bf16 | fp32; the sum is fp32 either way
+    weight_transport: str = "auto"  # expert weights between nodes: fp8 (blocks of 128, a scale each) | bf16 | compute; auto:
+    # fp8 where products are bfloat16, else compute. The same on every layout, one node included, so that results are too
+    grad_transport: str = "auto"  # gradients on the wire: bf16 | fp32; the sum is fp32. auto: bf16 where products are
     grad_chunk: int = 0  # experts of an owner per gradient transfer, bounds the receive buffer; 0: all at once
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
@@ -318,7 +319,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--rows_per_step={per_step}: must be rows_per_rank x {where.world} ranks; use --rows_per_step="
                           f"{max(per_rank, 1) * where.world}" + (f" or leave out --rows_per_rank={hp.rows_per_rank}"
                                                                  if hp.rows_per_rank else ""))
-    for name, allowed in {"weight_transport": ("fp8", "bf16", "compute"), "grad_transport": ("bf16", "fp32"),
+    for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
                           "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
                           "wandb": ("auto", "off")}.items():
@@ -331,7 +332,11 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
     data.check_source(hp.data, hp.tokenizer)
-    hp = dataclasses.replace(hp, dtype=resolve_dtype(hp.dtype, where.device), seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
+    dtype = resolve_dtype(hp.dtype, where.device)
+    weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
+    hp = dataclasses.replace(hp, dtype=dtype,
+                             weight_transport=weights if hp.weight_transport == "auto" else hp.weight_transport,
+                             grad_transport=grads if hp.grad_transport == "auto" else hp.grad_transport, seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
 
