@@ -129,7 +129,8 @@ def check_plan(plan: MuonPlan, grid: Grid, device: torch.device):
 def send_slices(mixed: dict[str, Tensor], plan: MuonPlan, grid: Grid, dtype: torch.dtype) -> Pending:
     """To each owner, this rank's slices of its matrices."""
     packed = [mixed[bucket][start:stop] for to in plan.slices for bucket, start, stop in to]
-    return all_to_all_uneven(concatenate(packed, dtype, grid, mixed), sizes(plan.slices), sizes(plan.runs), grid.shard,
+    device = next(iter(mixed.values())).device
+    return all_to_all_uneven(concatenate(packed, dtype, device), sizes(plan.slices), sizes(plan.runs), grid.shard,
                              "muon momentum")
 
 
@@ -142,14 +143,13 @@ def send_directions(packed: Tensor, plan: MuonPlan, grid: Grid, dtype: torch.dty
     for name, shape in plan.mine.items():
         matrices[name] = muon_direction(matrices[name].view(shape), dtype).flatten()
     back = [matrices[name][start:stop] for name, start, stop in runs]
-    return all_to_all_uneven(concatenate(back, dtype, grid, {"": packed}), sizes(plan.runs), sizes(plan.slices), grid.shard,
+    return all_to_all_uneven(concatenate(back, dtype, packed.device), sizes(plan.runs), sizes(plan.slices), grid.shard,
                              "muon direction")
 
 
-def concatenate(parts: list[Tensor], dtype: torch.dtype, grid: Grid, like: dict[str, Tensor]) -> Tensor:
+def concatenate(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Parts as one flat tensor in the type they travel in; empty where there are none."""
-    empty = next(iter(like.values())).new_empty(0, dtype=dtype)
-    return torch.cat([empty, *(part.to(dtype) for part in parts)])
+    return torch.cat([torch.empty(0, dtype=dtype, device=device), *(part.to(dtype) for part in parts)])
 
 
 def sizes(runs: list[list[tuple[str, int, int]]]) -> list[int]:
@@ -214,7 +214,8 @@ def muon_direction(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     """Orthogonal factor of each matrix [..., rows, columns] times 0.2 sqrt(max(rows, columns)), fp32.
 
     The factor gives an element the size of an AdamW update, so both share a learning rate (Liu et al. 2025, Moonlight)."""
-    return orthogonalise(matrices, dtype).to(torch.promote_types(dtype, torch.float32)) * (0.2 * math.sqrt(max(matrices.shape[-2:])))
+    factor = orthogonalise(matrices, dtype).to(torch.promote_types(dtype, torch.float32))
+    return factor * (0.2 * math.sqrt(max(matrices.shape[-2:])))
 
 
 def orthogonalise(matrices: Tensor, dtype: torch.dtype, coefficients=POLAR_EXPRESS) -> Tensor:

@@ -336,7 +336,8 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
     hp = dataclasses.replace(hp, dtype=dtype,
                              weight_transport=weights if hp.weight_transport == "auto" else hp.weight_transport,
-                             grad_transport=grads if hp.grad_transport == "auto" else hp.grad_transport, seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
+                             grad_transport=grads if hp.grad_transport == "auto" else hp.grad_transport,
+                             seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
 

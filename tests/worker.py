@@ -136,7 +136,7 @@ def layouts(where, out: Path, options: dict):
 
 def ledger(where, out: Path, options: dict):
     """Bytes by group and purpose that every rank sent in one step, and what the loopback interface carried."""
-    m = model_of("debug", layers=3, seq_len=256, max_per_group=1)
+    m = model_of("debug", layers=2, seq_len=256, max_per_group=1)
     results = {}
     for case in options["cases"]:
         _, grid, state, _ = start(where, case, options["replicas"], m)
@@ -144,7 +144,7 @@ def ledger(where, out: Path, options: dict):
         plan = optim.plan_muon(state, grid, m, "muon")
         parallel.start_refresh(state, grid, wire)()
         carried = []
-        for step in range(4):  # the first makes the connections; others may use the interface too, so the least counts
+        for step in range(3):  # the first makes the connections; others may use the interface too, so the least counts
             parallel.exchange([0.0], grid, where.device)
             time.sleep(0.05)
             before = loopback_bytes()
