@@ -123,6 +123,11 @@ def open_data(run: Run, grid: Grid, device: torch.device) -> Path:
     return path
 
 
+def as_trained(run: Run) -> Transport:
+    """How the run's weights travel, so that fp8 is measured where it was trained with; without what a step would refresh."""
+    return train.transport_of(run.hp)._replace(dense="layer", node_reshard=False)
+
+
 def load_state(run: Run, grid: Grid, device: torch.device) -> State:
     """Masters and routing bias, without the optimizer's moments."""
     buckets = make_buckets(run.m, grid)
@@ -260,8 +265,7 @@ def loss(argv: list[str]) -> int:
     path = open_data(run, grid, where.device)
     held_out = data.Rows(path, "val")
     state = load_state(run, grid, where.device)
-    wire = Transport(getattr(torch, run.hp.dtype), dense="layer")
-    mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, wire, where.device)
+    mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, as_trained(run), where.device)
     if where.rank == 0:
         keys = pair_keys(held_out, range(min(s.rows or len(held_out), len(held_out))))
         assert len(keys) == targets, f"{targets} targets were measured, the rows have {len(keys)}"
@@ -317,14 +321,14 @@ def print_table(r: dict):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def whole_weights(state: State, grid: Grid, m: Model, dtype: torch.dtype) -> dict:
+def whole_weights(state: State, grid: Grid, m: Model, transport: Transport) -> dict:
     """All weights in the compute type, on a grid of one rank; takes the masters out of the state on the way.
 
     Returns embed, final_norm, head, bias_LX, and layers: one dict per layer as `block` wants it."""
     assert grid.world.size == 1
 
     def take(*names: str) -> dict[str, Tensor]:
-        weights = gather(state, list(names), grid, Transport(dtype, dense="layer", node_reshard=False)).wait()
+        weights = gather(state, list(names), grid, transport).wait()
         for name in names:
             del state.master[name]
         return weights
@@ -399,7 +403,7 @@ def sample(argv: list[str]) -> int:
     launch.setup(where)
     grid = make_grid(0, 1, 1, 1, run.m)
     tok = data.load_tokenizer(open_data(run, grid, where.device))
-    weights = whole_weights(load_state(run, grid, where.device), grid, run.m, getattr(torch, run.hp.dtype))
+    weights = whole_weights(load_state(run, grid, where.device), grid, run.m, as_trained(run))
     sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
     prompt = data.encode(tok, [s.prompt])[0]
     note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""

@@ -3,7 +3,7 @@
 Everything here happens after the backward pass, when each owner holds its fp32 gradient and the global norm is known.
 Experts are whole on their owner, so their Muon update communicates nothing. A matrix of a dense bucket lies in slices on
 the ranks of the shard group; for the step it has one owner there, to which the slices travel in one packed all-to-all
-and from which the directions come back in another, while the experts are being processed.
+and from which the directions come back in another, while experts are being updated.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model import ConfigError, Model
-from parallel import Bucket, Grid, Pending, State, all_to_all_uneven, exchange, make_grid, pieces
+from parallel import Bucket, Grid, Pending, State, all_to_all_uneven, make_grid, pieces, share_texts
 
 # Coefficients (a, b, c) of X <- aX + b(XX')X + c(XX')^2 X, one row per iteration: Polar Express, 5 iterations, safety
 # 2% (Amsel et al. 2025, arXiv 2505.16932). They bring singular values from [1e-3, 1] close to 1.
@@ -76,6 +76,8 @@ class MuonPlan:
     mine: dict[str, tuple[int, int]]  # matrices of this rank -> shape, in the order of the buffers
     slices: list[list[tuple[str, int, int]]]  # for each owner: (bucket, start, stop) of what this rank sends and gets back
     runs: list[list[tuple[str, int, int]]]  # for each rank: (matrix, start, stop) of what it sends to this owner
+    buckets: list[str]  # whose values travel
+    counts: list[list[int]]  # values from each rank to each owner
 
 
 def plan_muon(state: State, grid: Grid, m: Model, optimizer: str) -> MuonPlan:
@@ -96,14 +98,17 @@ def plan_muon(state: State, grid: Grid, m: Model, optimizer: str) -> MuonPlan:
         found = [(p.name, p.start, p.stop, name, p.at) for name, bucket in dense.items() for p in pieces(bucket, m, one)]
         return sorted(found, key=lambda p: order[p[0]])
 
-    slices, runs = [[] for _ in load], []
+    slices, runs, counts = [[] for _ in load], [], [[0] * grid.shard.size for _ in load]
     for place in range(grid.shard.size):
         theirs = pieces_of(place)
         runs.append([(name, start, stop) for name, start, stop, *_ in theirs if owners[name] == grid.shard.index])
+        for name, start, stop, *_ in theirs:
+            counts[place][owners[name]] += stop - start
         if place == grid.shard.index:
             for name, start, stop, bucket, at in theirs:
                 slices[owners[name]].append((bucket, at, at + stop - start))
-    return MuonPlan(owners, {n: shapes[n] for n in shapes if owners[n] == grid.shard.index}, slices, runs)
+    mine = {name: shapes[name] for name in shapes if owners[name] == grid.shard.index}
+    return MuonPlan(owners, mine, slices, runs, list(dense), counts)
 
 
 def newton_schulz_cost(shape: tuple[int, int]) -> int:
@@ -113,16 +118,19 @@ def newton_schulz_cost(shape: tuple[int, int]) -> int:
 
 
 def check_plan(plan: MuonPlan, grid: Grid, device: torch.device):
-    """Before any matrix travels: every value of an owned matrix comes from exactly one rank, and all ranks have the same
-    plan. Raises RuntimeError otherwise."""
+    """Before any matrix travels: every value of an owned matrix comes from exactly one rank, and all ranks have the same owners
+    and counts. Raises RuntimeError on all ranks otherwise."""
+    torn = ""
     for name, shape in plan.mine.items():
         runs = sorted((start, stop) for theirs in plan.runs for matrix, start, stop in theirs if matrix == name)
         ends = [0, *(stop for _, stop in runs)]
         if [start for start, _ in runs] != ends[:-1] or ends[-1] != math.prod(shape):
-            raise RuntimeError(f"Muon exchange: the slices of {name} do not make up its {math.prod(shape)} values: {runs}")
-    digest = hashlib.sha256(json.dumps(plan.owners).encode()).digest()
-    seen = exchange([int.from_bytes(digest[:6], "little")], grid, device)[:, 0]  # 48 bits are exact in fp64
-    if different := [rank for rank, value in enumerate(seen) if value != seen[0]]:
+            torn = torn or f"the slices of {name} do not make up its {math.prod(shape)} values: {runs}"
+    digest = hashlib.sha256(json.dumps([plan.owners, plan.counts]).encode()).hexdigest()
+    seen = share_texts(torn or digest, grid, device)
+    if broken := [f"rank {rank}: {text}" for rank, text in enumerate(seen) if len(text) != len(digest)]:
+        raise RuntimeError(f"Muon exchange: {broken[0]}")
+    if different := [rank for rank, text in enumerate(seen) if text != seen[0]]:
         raise RuntimeError(f"Muon exchange: ranks {different} have another plan than rank 0; do all ranks run the same code?")
 
 
@@ -170,16 +178,14 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
       -> dense slices to their owners
          update gate and up
       <- whole matrices; orthogonalise them; -> directions back to the slices
-         update norms, router, embedding, head
+         update norms, router, embedding, head, and down of half of the layers
       <- directions; update the dense slices; -> refresh of the node-resident weights
-         update down
+         update down of the other half
       <- refresh"""
 
-    def update_own(kinds: tuple[str, ...]):
-        for name, bucket in state.buckets.items():
-            if bucket.rule.bucket not in kinds or name in mixed:
-                continue
-            master, moments, grad = state.master[name], state.moments[name], state.grad.pop(name)
+    def update_own(names: list[str]):
+        for name in names:
+            bucket, master, moments, grad = state.buckets[name], state.master[name], state.moments[name], state.grad.pop(name)
             wd = decay if bucket.rule.decay else 0.0
             if kind_of(bucket, optimizer) == "adamw":
                 adamw(master, grad, **moments, lr=lr, decay=wd, clip=clip, step=step)
@@ -187,19 +193,20 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
                 matrices = mix_momentum(moments["momentum"], grad, clip).view(-1, *bucket.params[0][1])
                 apply_muon(master, muon_direction(matrices, dtype).view_as(master), lr, wd)
 
-    travelling = [name for name, bucket in state.buckets.items()
-                  if bucket.rule.owner == "slice" and kind_of(bucket, optimizer) == "muon"]
-    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip) for name in travelling}
+    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip) for name in plan.buckets}
+    gate_up, down = ([n for n, b in state.buckets.items() if b.rule.bucket == kind] for kind in ("gate_up", "down"))
+    rest = [name for name in state.buckets if name not in {*mixed, *gate_up, *down}]
+
     going = send_slices(mixed, plan, grid, dtype) if mixed else None
-    update_own(("gate_up",))
+    update_own(gate_up)
     coming = send_directions(going.wait(), plan, grid, dtype) if mixed else None
-    update_own(("dense", "control", "embed", "final", "head"))
+    update_own(rest + down[: len(down) // 2])
     if mixed:
         slices = [run for to in plan.slices for run in to]
         for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
             apply_muon(state.master[name][start:stop], part.to(state.master[name].dtype), lr, decay)
     finish_refresh = start_refresh()
-    update_own(("down",))
+    update_own(down[len(down) // 2 :])
     finish_refresh()
 
 

@@ -20,8 +20,10 @@ an equal slice.
 import hashlib
 import math
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
@@ -104,9 +106,9 @@ def grid_warnings(grid: Grid, m: Model) -> list[str]:
 
 
 def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Model, connect: bool = True,
-              options: dict | None = None) -> Grid:
+              options: dict | None = None, timeout_s: float = 1800) -> Grid:
     """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what.
-    options: the backend's options for a group, by its name."""
+    options: the backend's options for a group, by its name; timeout_s: after which a waiting collective fails."""
     R, N, E = grid_shape(world, ranks_per_node, replicas, m)
     ranks = np.arange(world).reshape(R, N, E)
     r, n, e = (int(i) for i in np.argwhere(ranks == rank)[0])
@@ -115,7 +117,9 @@ def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Mode
         """members [groups, size]: all groups of this kind; all ranks create all of them, in the same order."""
         mine = None
         for row in members.tolist():
-            handle = dist.new_group(row, pg_options=(options or {}).get(name)) if connect and len(row) > 1 else None
+            handle = None
+            if connect and len(row) > 1:
+                handle = dist.new_group(row, timedelta(seconds=timeout_s), pg_options=(options or {}).get(name))
             if rank in row:
                 # gloo's all-gather takes 4 ms whatever the size, its all-to-all 0.5 ms (4 ranks on 2 cores, LOG.md)
                 direct = handle is not None and dist.get_backend(handle) == "gloo"
@@ -195,9 +199,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class Pending:
-    """A collective in flight. It keeps input, output and handle alive until `wait`, which returns the result."""
+    """A collective in flight. It keeps input, output and handle alive until `wait`, which returns the result: what
+    result() makes, or else the last of `keep`."""
 
-    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor]):
+    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None):
         self.purpose, self._work, self._keep, self._result = purpose, work, keep, result
 
     def wait(self) -> Tensor:
@@ -207,7 +212,7 @@ class Pending:
             start = time.perf_counter()
             self._work.wait()
             WIRE.waited_s += time.perf_counter() - start
-        out = self._result()
+        out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out
 
@@ -216,12 +221,14 @@ class PoisonedWork:
     """Makes faults of lifetime visible on a CPU, where a collective is done almost as soon as it is started.
 
     The destination holds NaN until `wait`. The transfer itself happens at a random moment, the same on all ranks: at the
-    start, into a hidden buffer, or as late as in `wait`, so that it sees an input that was changed or freed meanwhile. The
-    hidden buffer is poisoned when it is given up."""
+    start, into a hidden buffer, or as late as in `wait`, so that it sees an input that was changed meanwhile. Input and
+    destination are not kept alive from here: one that was dropped before `wait` is an error. The hidden buffer is poisoned
+    when it is given up."""
 
     def __init__(self, op, x: Tensor, out: Tensor):
         in_place = out is x
-        self.late, self.op, self.x, self.out = WIRE.poison.random() < 0.5 and not in_place, op, x, out
+        self.late, self.op = WIRE.poison.random() < 0.5 and not in_place, op
+        self.x, self.out = weakref.ref(x), weakref.ref(out)
         self.hidden = x.clone() if in_place else torch.empty_like(out)
         poison(out)
         self.work = None if self.late else op(self.hidden, self.hidden if in_place else x)
@@ -229,9 +236,12 @@ class PoisonedWork:
 
     def wait(self):
         time.sleep(self.delay_s)
-        work = self.op(self.hidden, self.x) if self.late else self.work
+        x, out = self.x(), self.out()
+        if x is None or out is None:
+            raise RuntimeError("a buffer of a collective in flight was dropped before wait()")
+        work = self.op(self.hidden, x) if self.late else self.work
         work.wait()
-        self.out.copy_(self.hidden)
+        out.copy_(self.hidden)
         poison(self.hidden)
 
 
@@ -240,11 +250,11 @@ def poison(x: Tensor):
     x.fill_(float("nan")) if x.is_floating_point() else x.fill_(255 if x.dtype == torch.uint8 else -1)
 
 
-def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sent: int, result=None) -> Pending:
+def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sent: int) -> Pending:
     """Counts a collective and starts it; op(out, x) returns the Work."""
     WIRE.started(kind, group, purpose, sent)
     work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
-    return Pending(purpose, work, (x, out), result or (lambda: out))
+    return Pending(purpose, work, (x, out), None)
 
 
 def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -261,7 +271,6 @@ def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
         return _all_gather(out.flatten(), x.flatten(), group=group.handle, async_op=True)
 
     return start("all-gather", op, x, out, group, purpose, sent)
-
 
 
 def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -288,15 +297,15 @@ def all_to_all_uneven(x: Tensor, to: list[int], back: list[int], group: Group, p
     return start("all-to-all", op, x, x.new_empty(sum(back)), group, purpose, sent)
 
 
-def reduce_scatter(x: Tensor, group: Group, wire: torch.dtype, purpose: str, inner: int = 1) -> Pending:
-    """Sum over the ranks of x[own index], in fp32: an all-to-all in the `wire` type, then every owner adds up in rank order,
+def reduce_scatter(x: Tensor, group: Group, dtype: torch.dtype, purpose: str, inner: int = 1) -> Pending:
+    """Sum over the ranks of x[own index], in fp32: an all-to-all in the given type, then every owner adds up in rank order,
     first over each `inner` consecutive ranks.
 
     The order is fixed, so the bits are the same from run to run. On gloo it also moves half the bytes of reduce_scatter,
     which is an all-reduce there (LOG.md)."""
     if group.size == 1:
-        return Pending(purpose, None, (x,), lambda: x[0].float())
-    parts = all_to_all(x.to(wire), group, purpose)
+        return Pending(purpose, None, (x,), lambda: x[0].to(dtype).float())
+    parts = all_to_all(x.to(dtype), group, purpose)
     return Pending(purpose, None, (), lambda: sum_ranks(parts.wait(), inner))
 
 
@@ -343,11 +352,15 @@ def quantise(x: Tensor) -> Tensor:
 
 
 def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse, [..., n] in `dtype`."""
+    """The inverse of quantise for packed [experts, bytes]: [experts, n] in `dtype`. One expert at a time, since fp32
+    intermediates of all of them would be several times the result."""
     n = packed.shape[-1] * FP8_BLOCK // (FP8_BLOCK + 4)
-    values = packed[..., :n].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, FP8_BLOCK))
-    scale = packed[..., n:].contiguous().view(torch.float32)
-    return (values * scale[..., None]).flatten(-2).to(dtype)
+    out = torch.empty(len(packed), n, dtype=dtype, device=packed.device)
+    for expert, into in zip(packed, out):
+        values = expert[:n].view(torch.float8_e4m3fn).float().view(-1, FP8_BLOCK)
+        scale = expert[n:].clone().view(torch.float32)  # a copy, or its bytes may not be aligned
+        into.copy_((values * scale[:, None]).flatten())
+    return out
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -412,31 +425,30 @@ def combine_tokens(node: Group, y_MD: Tensor, transfer: bool) -> Tensor:
 class Rule(NamedTuple):
     bucket: str  # parameters of a layer with the same bucket travel together
     optimizer: str
-    owner: str  # slice: 1/(N*E) of the bucket's flat buffer | expert: whole experts
-    group: str  # gathered and reduced over
+    owner: str  # slice: 1/(N*E) of the bucket's flat buffer, over the shard | expert: whole experts, over the column
     dtype: str  # gathered as: compute | fp32 (tiny, and it keeps norms and router exact)
     decay: bool  # decoupled weight decay
 
 
 OWNERSHIP = {  # last part of a parameter's name -> rule
-    "embed": Rule("embed", "adamw", "slice", "shard", "compute", False),
-    "head": Rule("head", "adamw", "slice", "shard", "compute", True),
-    "final_norm": Rule("final", "adamw", "slice", "shard", "fp32", False),
-    "attn_norm": Rule("control", "adamw", "slice", "shard", "fp32", False),
-    "q_norm": Rule("control", "adamw", "slice", "shard", "fp32", False),
-    "k_norm": Rule("control", "adamw", "slice", "shard", "fp32", False),
-    "moe_norm": Rule("control", "adamw", "slice", "shard", "fp32", False),
-    "router": Rule("control", "adamw", "slice", "shard", "fp32", False),
-    "q": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "k": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "v": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "o": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "shared_gate": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "shared_up": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "shared_down": Rule("dense", "muon", "slice", "shard", "compute", True),
-    "gate": Rule("gate_up", "muon", "expert", "column", "compute", True),
-    "up": Rule("gate_up", "muon", "expert", "column", "compute", True),
-    "down": Rule("down", "muon", "expert", "column", "compute", True),
+    "embed": Rule("embed", "adamw", "slice", "compute", False),
+    "head": Rule("head", "adamw", "slice", "compute", True),
+    "final_norm": Rule("final", "adamw", "slice", "fp32", False),
+    "attn_norm": Rule("control", "adamw", "slice", "fp32", False),
+    "q_norm": Rule("control", "adamw", "slice", "fp32", False),
+    "k_norm": Rule("control", "adamw", "slice", "fp32", False),
+    "moe_norm": Rule("control", "adamw", "slice", "fp32", False),
+    "router": Rule("control", "adamw", "slice", "fp32", False),
+    "q": Rule("dense", "muon", "slice", "compute", True),
+    "k": Rule("dense", "muon", "slice", "compute", True),
+    "v": Rule("dense", "muon", "slice", "compute", True),
+    "o": Rule("dense", "muon", "slice", "compute", True),
+    "shared_gate": Rule("dense", "muon", "slice", "compute", True),
+    "shared_up": Rule("dense", "muon", "slice", "compute", True),
+    "shared_down": Rule("dense", "muon", "slice", "compute", True),
+    "gate": Rule("gate_up", "muon", "expert", "compute", True),
+    "up": Rule("gate_up", "muon", "expert", "compute", True),
+    "down": Rule("down", "muon", "expert", "compute", True),
 }
 
 
@@ -540,6 +552,7 @@ class State:
     moments: dict[str, dict[str, Tensor]]  # bucket -> what its optimizer keeps, fp32
     bias_LX: Tensor  # selection bias of the router, the same on all ranks
     grad: dict[str, Tensor] = field(default_factory=dict)  # bucket -> fp32 owned gradient of this step
+    squared: dict[str, Tensor] = field(default_factory=dict)  # bucket -> squared norm of grad, fp64
     node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
 
 
@@ -586,21 +599,21 @@ class Transport(NamedTuple):
     compute: torch.dtype  # of products and activations
     weights: str = "compute"  # expert weights: fp8 blocks | bf16 | compute
     grads: torch.dtype = torch.float32  # gradients; they are added in fp32
-    dense: str = "step"  # dense weights: node-resident, refreshed once per step | gathered per layer over all ranks
+    dense: str = "layer"  # dense weights: step, node-resident and refreshed once per step | layer, gathered over all ranks
     node_reshard: bool = True  # with dense="layer": keep 1/E of a layer for the backward pass, which then gathers in the node
     grad_chunk: int = 0  # experts of an owner per gradient all-to-all; 0: all at once
 
 
-def check_transport(wire: Transport, m: Model, grid: Grid):
+def check_transport(transport: Transport, m: Model, grid: Grid):
     """Raises ConfigError where sizes do not divide."""
     for name, values in {"gate and up": 2 * m.width * m.expert_width, "down": m.width * m.expert_width}.items():
-        if wire.weights == "fp8" and values % FP8_BLOCK:
+        if transport.weights == "fp8" and values % FP8_BLOCK:
             raise ConfigError(f"--weight_transport=fp8: the {values} values of an expert's {name} are no multiple of the block of "
                               f"{FP8_BLOCK}; use --weight_transport=bf16 or other --width and --expert_width")
     owned = grid.owned_per_rank(m)
-    if wire.grad_chunk and owned % wire.grad_chunk:
+    if transport.grad_chunk and owned % transport.grad_chunk:
         fit = [c for c in range(1, owned + 1) if owned % c == 0]
-        raise ConfigError(f"--grad_chunk={wire.grad_chunk}: must divide the {owned} experts that a rank owns per layer; use one of "
+        raise ConfigError(f"--grad_chunk={transport.grad_chunk}: must divide the {owned} experts that a rank owns per layer; use one of "
                           f"{', '.join(map(str, fit))}, or 0 for all at once")
 
 
@@ -619,40 +632,41 @@ class Gathering(NamedTuple):
         return weights
 
 
-def gather(state: State, names: list[str], grid: Grid, wire: Transport, backward: bool = False) -> Gathering:
+def gather(state: State, names: list[str], grid: Grid, transport: Transport, backward: bool = False) -> Gathering:
     """Starts putting the named buckets together, from masters cast to the type they travel in."""
-    return Gathering([(state.buckets[n], *start_gather(state, state.buckets[n], grid, wire, backward)) for n in names])
+    return Gathering([(state.buckets[n], *start_gather(state, state.buckets[n], grid, transport, backward)) for n in names])
 
 
-def start_gather(state: State, bucket: Bucket, grid: Grid, wire: Transport, backward: bool):
+def start_gather(state: State, bucket: Bucket, grid: Grid, transport: Transport, backward: bool):
     name, kind = bucket.name, bucket.rule.bucket
     if bucket.rule.owner == "expert":
         own = state.master[name]
-        if wire.weights == "fp8":
+        if transport.weights == "fp8":
             packed = quantise(own.flatten(1))
             return (all_gather(packed, grid.column, "expert gather"),
-                    lambda x: {kind: dequantise(x.flatten(0, 1), wire.compute).view(-1, *bucket.owned[1:])})
-        own = own.to(torch.bfloat16 if wire.weights == "bf16" else wire.compute)
-        return all_gather(own, grid.column, "expert gather"), lambda x: {kind: x.flatten(0, 1).to(wire.compute)}
+                    lambda x: {kind: dequantise(x.flatten(0, 1), transport.compute).view(-1, *bucket.owned[1:])})
+        own = own.to(torch.bfloat16 if transport.weights == "bf16" else transport.compute)
+        return all_gather(own, grid.column, "expert gather"), lambda x: {kind: x.flatten(0, 1).to(transport.compute)}
 
     purpose = f"{kind} gather"
-    if name in state.node and (backward or wire.dense == "step"):  # 1/E of it is here already: gather in the node
-        own = state.node[name] if wire.dense == "step" else state.node.pop(name)
+    resident = transport.dense == "step" or backward and transport.node_reshard
+    if node_resident(bucket) and resident:  # 1/E of it is here already (start_refresh, or the forward pass): gather in the node
+        own = state.node[name] if transport.dense == "step" else state.node.pop(name)
         return all_gather(own, grid.node, purpose), lambda x: unpack(bucket, x.flatten())
 
-    own = state.master[name].to(travel_dtype(bucket, wire))
+    own = state.master[name].to(travel_dtype(bucket, transport))
 
     def unfold(parts):
         flat = from_shard_order(parts, grid)
-        if node_resident(bucket) and wire.dense == "layer" and wire.node_reshard and not backward:
+        if node_resident(bucket) and transport.dense == "layer" and transport.node_reshard and not backward:
             state.node[name] = flat.view(grid.E, -1)[grid.e].clone()
         return unpack(bucket, flat)
 
     return all_gather(own, grid.shard, purpose), unfold
 
 
-def travel_dtype(bucket: Bucket, wire: Transport) -> torch.dtype:
-    return wire.compute if bucket.rule.dtype == "compute" else torch.float32
+def travel_dtype(bucket: Bucket, transport: Transport) -> torch.dtype:
+    return transport.compute if bucket.rule.dtype == "compute" else torch.float32
 
 
 def node_resident(bucket: Bucket) -> bool:
@@ -660,20 +674,20 @@ def node_resident(bucket: Bucket) -> bool:
     return bucket.rule.bucket in ("dense", "control")
 
 
-def start_refresh(state: State, grid: Grid, wire: Transport) -> Callable[[], None]:
+def start_refresh(state: State, grid: Grid, transport: Transport) -> Callable[[], None]:
     """With dense="step": after the masters have changed, one gather over the column per type brings the node's 1/E of every
     layer's dense and control weights up to date. Both passes of the next step gather inside the node only. Returns what
     waits for it."""
     started = []
-    for kind in ("dense", "control") if wire.dense == "step" else ():
+    for kind in ("dense", "control") if transport.dense == "step" else ():
         buckets = [b for b in state.buckets.values() if b.rule.bucket == kind]
-        own = torch.cat([state.master[b.name].to(travel_dtype(b, wire)) for b in buckets])
+        own = torch.cat([state.master[b.name].to(travel_dtype(b, transport)) for b in buckets])
         started.append((buckets, all_gather(own, grid.column, f"{kind} refresh")))
 
     def wait():
         for buckets, pending in started:
-            parts = pending.wait().split([b.owned[0] for b in buckets], 1)
-            state.node |= {b.name: part.reshape(-1) for b, part in zip(buckets, parts)}
+            for b, part in zip(buckets, pending.wait().split([b.owned[0] for b in buckets], 1)):
+                state.node[b.name] = part.reshape(-1)  # one by one, so that the old ones go as the new ones come
 
     return wait
 
@@ -696,83 +710,77 @@ def unpack(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
     return views
 
 
-# A gradient on its way home is a generator: it starts a collective, yields, and when it is resumed waits for it and starts
-# the next. `advance` resumes all of them once per layer, so that each transfer has a layer's compute to hide behind.
+# A gradient on its way home is a generator: it starts a collective, yields False, and when it is resumed waits for it and
+# starts the next. `advance` resumes all of them once per layer, so that each transfer has a layer's compute to hide behind.
 
 
-def reduce(state: State, names: list[str], grads: dict[str, Tensor], grid: Grid, wire: Transport) -> list[Iterator]:
+def reduce(state: State, names: list[str], grads: dict[str, Tensor], grid: Grid, transport: Transport) -> list[Iterator]:
     """Starts the reductions of the named buckets. grads: by short name, as Gathering.wait names the weights."""
     started = []
     for name in names:
         bucket = state.buckets[name]
         if bucket.rule.owner == "expert":
-            started.append(reduce_experts(state, bucket, grads[bucket.rule.bucket], grid, wire))
+            started.append(reduce_experts(state, bucket, grads[bucket.rule.bucket], grid, transport))
         else:
-            started.append(reduce_flat(state, bucket, {short: grads[short] for short, _ in bucket.params}, grid, wire))
+            started.append(reduce_flat(state, bucket, {short: grads[short] for short, _ in bucket.params}, grid, transport))
         next(started[-1])
     return started
 
 
 def advance(reductions: list[Iterator], to_the_end: bool = False):
-    """Moves every reduction one collective on and drops the finished ones; returns their squared norms, fp64."""
-    squared = 0
+    """Moves every reduction one collective on, or all of them to the end; the finished ones leave the list."""
     while reductions:
-        still = []
-        for reduction in reductions:
-            norm = next(reduction)
-            squared, still = (squared, [*still, reduction]) if norm is None else (squared + norm, still)
-        reductions[:] = still
+        reductions[:] = [reduction for reduction in reductions if not next(reduction)]
         if not to_the_end:
-            break
-    return squared
+            return
 
 
-def reduce_experts(state: State, bucket: Bucket, grad: Tensor, grid: Grid, wire: Transport) -> Iterator:
-    """Over the column. The gradient is expert-major already, so it is the all-to-all's input as it is; in chunks of
-    experts, of which two are in flight, the receive buffers stay small."""
+def reduce_experts(state: State, bucket: Bucket, grad: Tensor, grid: Grid, transport: Transport) -> Iterator:
+    """Over the column. The gradient is expert-major already, so it is the all-to-all's input as it is. In chunks of an owner's
+    experts (each then copied) the receive buffers are smaller: two chunks travel beside a layer's compute, and a gradient of
+    more than two takes as many layers more."""
     parts = grad.unflatten(0, (grid.N, -1))
-    size = wire.grad_chunk or bucket.owned[0]
+    size = transport.grad_chunk or bucket.owned[0]
     chunks = [parts[:, a : a + size] for a in range(0, bucket.owned[0], size)]
-    in_flight = [reduce_scatter(chunk, grid.column, wire.grads, "expert gradient") for chunk in chunks[:2]]
-    yield None
     done = []
-    for i in range(len(chunks)):
-        done.append(in_flight.pop(0).wait())
-        if i + 2 < len(chunks):
-            in_flight.append(reduce_scatter(chunks[i + 2], grid.column, wire.grads, "expert gradient"))
+    for a in range(0, len(chunks), 2):
+        pair = [reduce_scatter(c, grid.column, transport.grads, "expert gradient") for c in chunks[a : a + 2]]
+        yield False
+        done += [pending.wait() for pending in pair]
     del grad, parts, chunks
     yield from over_replicas(state, bucket, torch.cat(done) if len(done) > 1 else done[0], grid)
 
 
-def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Grid, wire: Transport) -> Iterator:
+def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Grid, transport: Transport) -> Iterator:
     """Over the shard; or, the way the weights come with dense="step", inside the node and then, in fp32, over the column."""
-    dtype = wire.grads if bucket.rule.dtype == "compute" else torch.float32
+    dtype = transport.grads if bucket.rule.dtype == "compute" else torch.float32
     purpose = f"{bucket.rule.bucket} gradient"
     flat = torch.zeros(bucket.owned[0] * grid.shard.size, dtype=dtype, device=state.bias_LX.device)
     for name, view in unpack(bucket, flat).items():
         view.copy_(grads.pop(name))
-    if node_resident(bucket) and wire.dense == "step":
+    if node_resident(bucket) and transport.dense == "step":
         pending = reduce_scatter(flat.view(grid.E, -1), grid.node, dtype, purpose)
         del flat, view
-        yield None
+        yield False
         pending = reduce_scatter(pending.wait().view(grid.N, -1), grid.column, torch.float32, purpose)
     else:
         # node by node, as the two stages above add: dense_gather changes no bit of a result
         pending = reduce_scatter(to_shard_order(flat, grid), grid.shard, dtype, purpose, inner=grid.E)
         del flat, view
-    yield None
+    yield False
     yield from over_replicas(state, bucket, pending.wait(), grid)
 
 
 def over_replicas(state: State, bucket: Bucket, grad: Tensor, grid: Grid) -> Iterator:
-    """The last stretch: the sum over the replicas of what each owns. Leaves the fp32 gradient where the optimizer finds it and
-    yields its squared norm."""
+    """The last stretch: the sum over the replicas of what each owns. Leaves the fp32 gradient and its squared norm in the
+    state, and yields True."""
     if grid.R > 1:
         pending = all_reduce(grad, grid.replica, "replica gradient")
-        yield None
+        yield False
         grad = pending.wait()
     state.grad[bucket.name] = grad.view(bucket.owned)
-    yield grad.square().sum(dtype=torch.float64)
+    state.squared[bucket.name] = grad.square().sum(dtype=torch.float64)
+    yield True
 
 
 def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarray:

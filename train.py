@@ -62,7 +62,7 @@ class Hyperparameters:
     weight_transport: str = "auto"  # expert weights between nodes: fp8 (blocks of 128, a scale each) | bf16 | compute; auto:
     # fp8 where products are bfloat16, else compute. The same on every layout, one node included, so that results are too
     grad_transport: str = "auto"  # gradients on the wire: bf16 | fp32; the sum is fp32. auto: bf16 where products are
-    grad_chunk: int = 0  # experts of an owner per gradient transfer, bounds the receive buffer; 0: all at once
+    grad_chunk: int = 0  # experts of an owner per gradient transfer (two travel at a time), bounds the receive buffer; 0: all
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
@@ -142,7 +142,7 @@ class DeviceRow(NamedTuple):
     n_targets: int
 
 
-def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Transport, scale: float = 1.0,
+def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
              train: bool = True) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
@@ -158,15 +158,15 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Tr
     combine_gradient_only = partial(combine_tokens, grid.node, transfer=False)
 
     # ---- forward: no autograd graph is kept, only each layer's input and its routing
-    embedding = gather(state, ["embed"], grid, wire)
-    ahead = gather(state, layer_buckets(0), grid, wire)
+    embedding = gather(state, ["embed"], grid, transport)
+    ahead = gather(state, layer_buckets(0), grid, transport)
     table_VD = embedding.wait()["embed"]
     x = [embed_tokens(row.tokens_T, table_VD) for row in rows]
     del table_VD
     inputs, routes = [], []
     for i in range(m.layers):
         w = ahead.wait()
-        ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, wire)
+        ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
         inputs.append(x if train else None)
         with torch.no_grad():
             out = [block(x[b], w, row.segments, ropes[i], None, state.bias_LX[i], dispatch, combine, mine, m)
@@ -178,7 +178,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Tr
     # ---- head and loss, in chunks of tokens
     w = ahead.wait()
     if train:
-        ahead = gather(state, layer_buckets(m.layers - 1), grid, wire, backward=True)
+        ahead = gather(state, layer_buckets(m.layers - 1), grid, transport, backward=True)
     loss, dx, grads = 0, [], {}
     for b, row in enumerate(rows):
         loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
@@ -187,14 +187,14 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Tr
     del w, x, loss_b, dx_b, dnorm, dhead
     if not train:
         return loss, torch.zeros_like(loss)
-    reducing, squared_norm = reduce(state, ["final", "head"], grads, grid, wire), 0
+    reducing = reduce(state, ["final", "head"], grads, grid, transport)
     del grads
 
     # ---- backward: each layer is recomputed from its input
     for i in reversed(range(m.layers)):
         w = {name: value.detach().requires_grad_() for name, value in ahead.wait().items()}
         if i:
-            ahead = gather(state, layer_buckets(i - 1), grid, wire, backward=True)
+            ahead = gather(state, layer_buckets(i - 1), grid, transport, backward=True)
         grads, inputs_i, routes_i = {}, inputs.pop(), routes.pop()
         for b, row in enumerate(rows):
             x_TD = inputs_i[b].detach().requires_grad_()
@@ -204,17 +204,18 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, wire: Tr
             accumulate(grads, dict(zip(w, dw)))
             del x_TD, y_TD, dw
         del w, inputs_i
-        started = reduce(state, layer_buckets(i), grads, grid, wire)
+        started = reduce(state, layer_buckets(i), grads, grid, transport)
         del grads  # only the reductions hold them now
-        squared_norm = squared_norm + advance(reducing)  # those of layer i+1 and before, while layer i's are on their way
+        advance(reducing)  # those of layer i+1 and before, while layer i's are on their way
         reducing += started
 
     # ---- the embedding's gradient needs the token ids only
     grads = {}
     for b, row in enumerate(rows):
         accumulate(grads, {"embed": embed_grad(row.tokens_T, dx[b], m.vocab)})
-    reducing += reduce(state, ["embed"], grads, grid, wire)
-    return loss, squared_norm + advance(reducing, to_the_end=True)
+    reducing += reduce(state, ["embed"], grads, grid, transport)
+    advance(reducing, to_the_end=True)
+    return loss, sum(state.squared[name] for name in state.buckets)  # in a fixed order, whatever came home first
 
 
 def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
@@ -253,7 +254,7 @@ def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
 
 
-def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, wire: Transport,
+def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
                   device) -> tuple[float, int]:
     """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
 
@@ -266,7 +267,7 @@ def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Mode
         row = to_device(rows[min(r, limit - 1)], device)
         if r >= limit:
             row = row._replace(targets_T=torch.full_like(row.targets_T, -1), n_targets=0)
-        loss, _ = schedule([row], state, grid, m, wire._replace(node_reshard=False), train=False)
+        loss, _ = schedule([row], state, grid, m, transport._replace(node_reshard=False), train=False)
         total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
     loss, targets = exchange(total.tolist(), grid, device).sum(0)
     return loss / max(targets, 1), int(targets)
@@ -504,7 +505,7 @@ class Run(NamedTuple):
     hp: Hyperparameters
     m: Model
     grid: Grid
-    wire: Transport
+    transport: Transport
     device: torch.device
     rows: data.Rows
     held_out: data.Rows
@@ -567,10 +568,10 @@ def main(argv: list[str]) -> int:
     hp, m = resolve(parse(argv), where)
     out = Output(hp, where)
     launch.setup(where)
-    device, wire = where.device, transport_of(hp)
+    device, transport = where.device, transport_of(hp)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m,
                      options={"column": launch.group_options(where.backend, hp.column_ctas)})
-    check_transport(wire, m, grid)
+    check_transport(transport, m, grid)
     out.log(f"{where.world} ranks on {device.type}: {grid.R} replicas x {grid.N} nodes x {grid.E} ranks, {hp.dtype}")
     for warning in grid_warnings(grid, m):
         out.log(f"warning: {warning}")
@@ -586,7 +587,7 @@ def main(argv: list[str]) -> int:
         return launch.EXIT_OK
     out.open(hp, m, step)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
-    stopped = train(Run(hp, m, grid, wire, device, rows, held_out, out), state, step, last, launch.StopRequest())
+    stopped = train(Run(hp, m, grid, transport, device, rows, held_out, out), state, step, last, launch.StopRequest())
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
@@ -594,12 +595,12 @@ def main(argv: list[str]) -> int:
 
 def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it."""
-    hp, m, grid, wire, device, rows, held_out, out = run
+    hp, m, grid, transport, device, rows, held_out, out = run
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
     flops, times = flops_per_token(m, mean_segment(rows)), []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
-    start_refresh(state, grid, wire)()
+    start_refresh(state, grid, transport)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
     while step < last:
@@ -608,7 +609,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
 
-        sums = torch.stack(schedule(batch, state, grid, m, wire, scale=1 / max(targets, 1))).tolist()
+        sums = torch.stack(schedule(batch, state, grid, m, transport, scale=1 / max(targets, 1))).tolist()
         # every rank now learns the loss, the norm, the next step's targets and who was told to stop
         numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
         loss, squared_norm, next_targets, requested = numbers.sum(0)
@@ -618,7 +619,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
                                      "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
         optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
-                     start_refresh=lambda: start_refresh(state, grid, wire))
+                     start_refresh=lambda: start_refresh(state, grid, transport))
 
         step, batch, targets = step + 1, next_batch, next_targets
         ending = step == last or requested
@@ -629,7 +630,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
                     "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
-            measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, wire, device)
+            measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
         report(run, step, measured, flops, times)
         if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
             out.progress(step, "checkpoint")

@@ -17,7 +17,7 @@ import torch
 import data
 import eval as ev
 from model import ConfigError, model_of
-from parallel import init_state, make_grid
+from parallel import Transport, init_state, make_grid
 
 ROOT = Path(__file__).parent.parent
 SIZES = ("--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
@@ -169,7 +169,7 @@ def random_model(**changes):
     grid = make_grid(0, 1, 1, 1, m, connect=False)
     state = init_state(m, grid, 3, torch.device("cpu"))
     state.bias_LX += torch.linspace(-0.1, 0.1, m.experts)
-    return m, ev.whole_weights(state, grid, m, torch.float32)
+    return m, ev.whole_weights(state, grid, m, Transport(torch.float32))
 
 
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])

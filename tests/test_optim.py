@@ -380,8 +380,7 @@ def test_a_parameter_outside_the_table_is_refused(name, monkeypatch):
         parallel.make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False))
 
 
-@pytest.mark.parametrize("change", [dict(decay=True), dict(optimizer="muon"), dict(dtype="compute"),
-                                    dict(group="node")], ids=str)
+@pytest.mark.parametrize("change", [dict(decay=True), dict(optimizer="muon"), dict(dtype="compute")], ids=str)
 def test_parameters_of_a_bucket_must_agree_in_every_rule(change, monkeypatch):
     monkeypatch.setitem(OWNERSHIP, "router", OWNERSHIP["router"]._replace(**change))
     m = model.model_of("debug")

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import checkpoint  # noqa: E402
 import launch  # noqa: E402
+import model  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
@@ -77,6 +78,13 @@ def plant(fault: str, grid):
     return reduce_scatter, all_reduce
 
 
+def choose_by_place(logits_TX, bias_X, m):
+    """Experts by the token's place instead of its logits: bf16's rounding cannot send it elsewhere in another layout."""
+    groups, per_group = torch.arange(m.groups), m.experts // m.groups
+    place = torch.arange(len(logits_TX))[:, None]
+    return (groups * per_group + (place * (groups + 1) + place // 5) % per_group).to(torch.int32)
+
+
 def start(where, case: dict, replicas: int = 1, m=None):
     """A case's model, grid, state and this rank's rows."""
     m = m or tiny(max_per_group=case.get("c", 1), router=case.get("router", "softmax"), shared_experts=case.get("shared", 0))
@@ -118,7 +126,8 @@ def layouts(where, out: Path, options: dict):
     results = {}
     for case in options["cases"]:
         m, grid, state, rows = start(where, case, options["replicas"])
-        healthy = plant(case.get("fault", ""), grid)
+        healthy, choose = plant(case.get("fault", ""), grid), model.choose_experts
+        model.choose_experts = choose_by_place if case.get("fixed") else choose
         if case.get("poison"):
             parallel.WIRE.poison = np.random.default_rng(case["poison"])
 
@@ -129,7 +138,7 @@ def layouts(where, out: Path, options: dict):
         losses, norm = steps(where, case, m, grid, state, rows, case.get("steps", 5), keep_gradients)
         results[case["name"]] = {"losses": losses, "norm": norm}
         parallel.reduce_scatter, parallel.all_reduce = healthy
-        parallel.WIRE.poison = None
+        model.choose_experts, parallel.WIRE.poison = choose, None
     if where.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
 
@@ -242,15 +251,23 @@ def sums(where, out: Path, options: dict):
 
 
 def poisoned_faults(where, out: Path, options: dict):
-    """Of 40 gathers each: healthy ones, ones whose result is read before wait, ones whose input changes before wait."""
+    """Of 40 gathers each: healthy ones, ones whose result is read before wait, ones whose input changes before wait, ones whose
+    buffers nobody keeps."""
     grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, tiny())
     parallel.WIRE.poison = np.random.default_rng(5)
-    found = {"healthy": 0, "read early": 0, "input changed": 0}
+    found = {"healthy": 0, "read early": 0, "input changed": 0, "dropped": 0}
     for fault in found:
         for _ in range(40):
             x = torch.full((64,), float(where.rank + 1))
             pending = parallel.all_gather(x, grid.node, "dispatch")
             early = pending._keep[1].clone()
+            if fault == "dropped":
+                pending._keep = ()
+                try:
+                    pending.wait()
+                except RuntimeError as error:
+                    found[fault] += "dropped before wait()" in str(error)
+                continue
             if fault == "input changed":
                 time.sleep(0.002)
                 x.zero_()
