@@ -183,7 +183,8 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
     for b, row in enumerate(rows):
         loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
         loss, dx = loss + loss_b, dx + [dx_b]
-        accumulate(grads, {"final_norm": dnorm, "head": dhead})
+        if train:
+            accumulate(grads, {"final_norm": dnorm, "head": dhead})
     del w, x, loss_b, dx_b, dnorm, dhead
     if not train:
         return loss, torch.zeros_like(loss)
