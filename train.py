@@ -46,7 +46,7 @@ class Hyperparameters:
     # the run
     run: str = "debug"  # name of the directory out/<run>
     size: str = "debug"  # row of the table in model.py
-    steps: int = 240  # length of the run and of the learning-rate schedule
+    steps: int = 200  # length of the run and of the learning-rate schedule
     stop_at: int = 0  # end before this step, with a checkpoint and the schedule unchanged; 0: do not
     seed: int = 0  # of the initial weights and of the order of the data
     resume: str = "auto"  # auto: the newest checkpoint of this run, if any | never | a checkpoint's directory
