@@ -67,9 +67,9 @@ class Model:
 SIZES = {
     # trains on two CPU cores in minutes
     "debug": Model(4, 256, 4, 2, 64, 16, 4, 4, 128, 4096, seq_len=512, rope_theta=1e4),
-    # 15 B parameters, 2 B active: one node of four 96 GB GPUs, optimizer state included
+    # 15 B parameters, 1.4 B active: meant for one node of four 96 GB GPUs, optimizer state included
     "15b": Model(24, 2048, 32, 4, 128, 128, 8, 4, 768, 32768, seq_len=8192),
-    # 177 B parameters, 11 B active: from 12 nodes
+    # 177 B parameters, 9.8 B active: meant for 12 nodes and more
     "177b": Model(48, 4096, 32, 8, 128, 192, 8, 4, 1536, 131072, seq_len=32768),
     # 1.08 T parameters, 32 B active: 96 nodes
     "1t": Model(74, 6144, 64, 8, 128, 384, 8, 4, 2048, 131072, seq_len=65536),

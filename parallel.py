@@ -3,9 +3,9 @@
 The grid:       rank = (replica r, node n, local e), world = R x N x E.
 
     group     ranks that differ in   carries
-    node      e                      tokens to the experts and partial sums back
-    column    n                      expert weights and expert gradients
-    shard     n and e                dense and control weights and gradients, embedding, head
+    node      e                      tokens to the experts and partial sums back; dense weights (dense="step")
+    column    n                      expert weights and gradients; once per step the node's part of the dense weights
+    shard     n and e                embedding and head; dense weights and gradients (dense="layer"); Muon's matrices
     replica   r                      all-reduce of gradients that are already sharded (HSDP)
 
 The weights:    each rank keeps fp32 masters of what it owns. `gather` starts the collective that puts a bucket together in
