@@ -424,16 +424,18 @@ class TakeTokens(Function):
 
 
 class SumPairs(Function):
-    """y[n] = sum of the rows of token n; transposed by TakeTokens."""
+    """y[n] = sum of the rows of token n; transposed by TakeTokens. value=False: only its gradient's path, y is zeros."""
 
     @staticmethod
-    def forward(ctx, rows_PD, pairs):
+    def forward(ctx, rows_PD, pairs, value):
         ctx.pairs = pairs
+        if not value:
+            return nothing(rows_PD, len(pairs.slot_MS), rows_PD.shape[1])
         return sum_slots(rows_PD, pairs.slot_MS).to(rows_PD.dtype)
 
     @staticmethod
     def backward(ctx, dy_MD):
-        return dy_MD.index_select(0, ctx.pairs.token_P), None
+        return dy_MD.index_select(0, ctx.pairs.token_P), None, None
 
 
 class TakeWeights(Function):
@@ -452,14 +454,35 @@ class TakeWeights(Function):
         return d.view(ctx.shape), None
 
 
-def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XUD: Tensor, down_XDF: Tensor) -> Tensor:
-    """Sum over a token's local experts of weight * down(silu(gate(x)) * up(x)), [M, D].
+class GroupedLinear(Function):
+    """y[p] = w[x] y[p] for the rows p of each expert x. Saves both. value=False: only its gradient's path, y is zeros."""
+
+    @staticmethod
+    def forward(ctx, rows_PI, w_XOI, offsets_X, value):
+        ctx.save_for_backward(rows_PI, w_XOI, offsets_X)
+        if not value:
+            return nothing(rows_PI, len(rows_PI), w_XOI.shape[1])
+        return F.grouped_mm(rows_PI, w_XOI.transpose(1, 2), offs=offsets_X)
+
+    @staticmethod
+    def backward(ctx, dy_PO):
+        rows_PI, w_XOI, offsets_X = ctx.saved_tensors
+        dy_PO = dy_PO.contiguous()
+        return (F.grouped_mm(dy_PO, w_XOI, offs=offsets_X), F.grouped_mm(dy_PO.T, rows_PI, offs=offsets_X), None, None)
+
+
+def nothing(like: Tensor, *shape: int) -> Tensor:
+    """Zeros of a shape that take no memory: a result that nobody reads."""
+    return like.new_zeros(()).expand(shape)
+
+
+def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XUD: Tensor, down_XDF: Tensor, value: bool = True) -> Tensor:
+    """Sum over a token's local experts of weight * down(silu(gate(x)) * up(x)), [M, D]; zeros where the value is not needed.
 
     The routing weight multiplies before the down-projection, so that combining is a plain sum."""
-    rows_PD = TakeTokens.apply(x_MD, pairs)
-    gate_up_PU = F.grouped_mm(rows_PD, gate_up_XUD.transpose(1, 2), offs=pairs.offsets_X)
+    gate_up_PU = GroupedLinear.apply(TakeTokens.apply(x_MD, pairs), gate_up_XUD, pairs.offsets_X, True)
     hidden_PF = SwiGLU.apply(gate_up_PU, TakeWeights.apply(weights_Mk, pairs))
-    return SumPairs.apply(F.grouped_mm(hidden_PF, down_XDF.transpose(1, 2), offs=pairs.offsets_X), pairs)
+    return SumPairs.apply(GroupedLinear.apply(hidden_PF, down_XDF, pairs.offsets_X, value), pairs, value)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -476,25 +499,78 @@ class Route(NamedTuple):
 
 def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: Route | None, bias_X: Tensor,
           dispatch: Callable, combine: Callable, mine: range, m: Model) -> tuple[Tensor, Route]:
-    """One layer on one row. Returns the layer's output and the routing, which is taken from `route` where given.
+    """One layer on one row. Returns the layer's output and the routing. With a `route` it is a recomputation: it reuses the
+    routing, and of the experts only what their gradients need is computed; the output is a placeholder with the right graph.
 
     w: the layer's weights by short name; gate_up [X', 2F, D] and down [X', D, F] are the experts `mine` of this rank's
     node slot, padded to X'. dispatch(h_TD, weights_Tk, chosen_Tk) returns the node's tokens, weights and choices;
-    combine(y_MD) sends the partial sums home and adds them."""
+    combine(y_MD, value) sends the partial sums home and adds them."""
+    first = route is None
     x_TD = x_TD + attention(x_TD, w, segments, rope, m)
     h_TD = rms_norm(x_TD, w["moe_norm"])
     logits_TX = router_logits(h_TD, w["router"])
-    chosen_Tk = choose_experts(logits_TX, bias_X, m) if route is None else route.chosen_Tk
+    chosen_Tk = choose_experts(logits_TX, bias_X, m) if first else route.chosen_Tk
     weights_Tk = RoutingWeights.apply(logits_TX, chosen_Tk.long(), m.router)
 
     h_MD, weights_Mk, chosen_Mk = dispatch(h_TD, weights_Tk, chosen_Tk)
-    rows = route.rows if route else count_rows(chosen_Mk, mine, m)
+    rows = count_rows(chosen_Mk, mine, m) if first else route.rows
     pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m))
-    y_TD = combine(experts(h_MD, weights_Mk, pairs, w["gate_up"], w["down"]))
+    y_TD = combine(experts(h_MD, weights_Mk, pairs, w["gate_up"], w["down"], value=first), first)
     if m.shared_experts:
         gate_up = torch.cat((h_TD @ w["shared_gate"].T, h_TD @ w["shared_up"].T), -1)
         y_TD = y_TD + SwiGLU.apply(gate_up, None) @ w["shared_down"].T
     return x_TD + y_TD, Route(chosen_Tk, rows)
+
+
+class Weight(Function):
+    """A weight as an inner node of the graph: what holds on to the graph then does not hold on to the weight."""
+
+    @staticmethod
+    def forward(ctx, value, anchor):
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx, _):  # never reached: torch.autograd.grad takes the gradient that arrives here
+        return None, None
+
+
+class Recorded:
+    """A layer that has run with its autograd graph. `backward` returns the gradients of its input and of its weights.
+
+    With forget=True the graph keeps activations only: where it would save a weight it saves the place in the weight, and
+    looks it up in the ones that `backward` is given, which have been gathered again."""
+
+    def __init__(self, layer: Callable, x_TD: Tensor, w: dict[str, Tensor], forget: bool):
+        self.x_TD, anchor = x_TD.detach().requires_grad_(), torch.empty(0, requires_grad=True)
+        w = {name: Weight.apply(value, anchor) for name, value in w.items()}
+        self.edges = {name: torch.autograd.graph.get_gradient_edge(value) for name, value in w.items()}
+        self.again: dict[str, Tensor] = {}
+        if forget:
+            with torch.autograd.graph.saved_tensors_hooks(*self.hooks(w)):
+                self.y_TD, self.route = layer(self.x_TD, w)
+        else:
+            self.y_TD, self.route = layer(self.x_TD, w)
+
+    def hooks(self, w: dict[str, Tensor]) -> tuple[Callable, Callable]:
+        again = self.again
+        place = {value.untyped_storage()._cdata: (name, value.storage_offset()) for name, value in w.items()}
+
+        def pack(x: Tensor):
+            name, base = place.get(x.untyped_storage()._cdata, (None, 0))
+            return x if name is None else (name, x.size(), x.stride(), x.storage_offset() - base)
+
+        def unpack(saved):
+            if isinstance(saved, Tensor):
+                return saved
+            name, size, stride, offset = saved
+            return again[name].as_strided(size, stride, again[name].storage_offset() + offset)
+
+        return pack, unpack
+
+    def backward(self, dy_TD: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        self.again.update(w)
+        dx_TD, *dw = torch.autograd.grad(self.y_TD, [self.x_TD, *self.edges.values()], dy_TD)
+        return dx_TD, dict(zip(self.edges, dw))
 
 
 def most_per_token(n_local: int, m: Model) -> int:

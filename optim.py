@@ -10,13 +10,15 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass
-from typing import Callable
+from typing import Iterator, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model import ConfigError, Model
-from parallel import Bucket, Grid, Pending, State, all_to_all_uneven, make_grid, pieces, share_texts
+from offload import homes, label, stream
+from parallel import (Bucket, Grid, Pending, State, Transport, all_to_all_uneven, make_grid, pieces, share_texts, start_refresh,
+                      travelling)
 
 # Coefficients (a, b, c) of X <- aX + b(XX')X + c(XX')^2 X, one row per iteration: Polar Express, 5 iterations, safety
 # 2% (Amsel et al. 2025, arXiv 2505.16932). They bring singular values from [1e-3, 1] close to 1.
@@ -29,6 +31,7 @@ POLAR_EXPRESS = (
 )
 MOMENTUM = 0.95
 BETAS, EPS = (0.9, 0.95), 1e-8
+MOMENTS = {"muon": ("momentum",), "adamw": ("m", "v")}
 
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, final: float) -> float:
@@ -57,9 +60,12 @@ def kind_of(bucket: Bucket, optimizer: str) -> str:
 
 def init_moments(state: State, optimizer: str):
     """Creates every moment at once: what is made lazily is missing after a resume."""
-    for name, bucket in state.buckets.items():
-        kinds = {"muon": ("momentum",), "adamw": ("m", "v")}[kind_of(bucket, optimizer)]
-        state.moments[name] = {k: torch.zeros_like(state.master[name]) for k in kinds}
+    device, offload = state.bias_LX.device, state.copies is not None
+    state.moments = {name: {} for name in state.buckets}
+    for kind in ("momentum", "m", "v"):
+        shapes = {name: b.owned for name, b in state.buckets.items() if kind in MOMENTS[kind_of(b, optimizer)]}
+        for name, zeros in homes(f"moments {kind}", shapes, device, offload).items():
+            state.moments[name][kind] = zeros
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -169,11 +175,39 @@ def sizes(runs: list[list[tuple[str, int, int]]]) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+class Chunk(NamedTuple):
+    """A part of a bucket that is updated at a time: `at` of the flat buffer's values, or of the owned experts."""
+
+    bucket: Bucket
+    at: slice
+    tensors: dict[str, Tensor]  # master, grad, momentum, ...; on the device
+
+
+def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int) -> Iterator[Chunk]:
+    """The named buckets in parts of about `size` values on the device: whole experts, or runs of a flat buffer; 0: a bucket at a
+    time. kinds: which of master, grad and moments are needed; each bucket has some."""
+
+    def parts():
+        for name in names:
+            tensors = {"master": state.master[name], **state.moments[name]}
+            if "grad" in kinds:
+                tensors["grad"] = state.grad.pop(name)
+            rows, values = len(tensors["master"]), tensors["master"].numel()
+            # of a flat buffer whole vectors of any processor: the end of an odd chunk would be rounded another way
+            step = rows if not size else -(-size // 1024) * 1024 if rows == values else max(1, size * rows // values)
+            for start in range(0, rows, step):
+                at = slice(start, min(start + step, rows))
+                yield (name, at), {kind: x[at] for kind, x in tensors.items() if kind in kinds}
+
+    for (name, at), tensors in stream(parts(), state.copies):
+        yield Chunk(state.buckets[name], at, tensors)
+
+
 def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, decay: float, clip: float, step: int,
-           dtype: torch.dtype = torch.bfloat16, start_refresh: Callable[[], Callable] = lambda: lambda: None):
+           transport: Transport, dtype: torch.dtype = torch.bfloat16, chunk: int = 0):
     """One optimizer step on every owned value; empties state.grad. step counts from 0; dtype: of Newton-Schulz and of the
-    dense matrices on the wire. start_refresh is called as soon as the dense and control masters are final, and what it
-    returns at the end. In order (-> starts, <- is waited for):
+    dense matrices on the wire; chunk: values that are updated at a time, for state that streams from the host, 0: a
+    bucket. In order (-> starts, <- is waited for):
 
       -> dense slices to their owners
          update gate and up
@@ -183,17 +217,24 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
          update down of the other half
       <- refresh"""
 
-    def update_own(names: list[str]):
-        for name in names:
-            bucket, master, moments, grad = state.buckets[name], state.master[name], state.moments[name], state.grad.pop(name)
-            wd = decay if bucket.rule.decay else 0.0
-            if kind_of(bucket, optimizer) == "adamw":
-                adamw(master, grad, **moments, lr=lr, decay=wd, clip=clip, step=step)
-            else:  # experts: gate and up are separate matrices
-                matrices = mix_momentum(moments["momentum"], grad, clip).view(-1, *bucket.params[0][1])
-                apply_muon(master, muon_direction(matrices, dtype).view_as(master), lr, wd)
+    def keep_own(part: Chunk):
+        if state.copies:  # what travels of it stays on the device
+            state.own[part.bucket.name][part.at] = travelling(part.tensors["master"], part.bucket, transport)
 
-    mixed = {name: mix_momentum(state.moments[name]["momentum"], state.grad.pop(name), clip) for name in plan.buckets}
+    def update_own(names: list[str]):
+        for part in chunks(state, names, ("master", "grad", "momentum", "m", "v"), chunk):
+            wd = decay if part.bucket.rule.decay else 0.0
+            if kind_of(part.bucket, optimizer) == "adamw":
+                adamw(**part.tensors, lr=lr, decay=wd, clip=clip, step=step)
+            else:  # experts: gate and up are separate matrices
+                mixed_X = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip)
+                direction = muon_direction(mixed_X.view(-1, *part.bucket.params[0][1]), dtype)
+                apply_muon(part.tensors["master"], direction.view_as(mixed_X), lr, wd)
+            keep_own(part)
+
+    mixed = {name: torch.empty_like(state.moments[name]["momentum"], device=state.bias_LX.device) for name in plan.buckets}
+    for part in chunks(state, plan.buckets, ("grad", "momentum"), chunk):
+        mixed[part.bucket.name][part.at] = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip)
     gate_up, down = ([n for n, b in state.buckets.items() if b.rule.bucket == kind] for kind in ("gate_up", "down"))
     rest = [name for name in state.buckets if name not in {*mixed, *gate_up, *down}]
 
@@ -202,10 +243,14 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
     coming = send_directions(going.wait(), plan, grid, dtype) if mixed else None
     update_own(rest + down[: len(down) // 2])
     if mixed:
+        directions = mixed  # in the same place: slices that have gone out come back as directions; padding stays zero
         slices = [run for to in plan.slices for run in to]
         for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
-            apply_muon(state.master[name][start:stop], part.to(state.master[name].dtype), lr, decay)
-    finish_refresh = start_refresh()
+            directions[name][start:stop] = part
+        for part in chunks(state, plan.buckets, ("master",), chunk):
+            apply_muon(part.tensors["master"], directions[part.bucket.name][part.at], lr, decay)
+            keep_own(part)
+    finish_refresh = start_refresh(state, grid, transport)
     update_own(down[len(down) // 2 :])
     finish_refresh()
 
@@ -245,10 +290,8 @@ def apply_muon(master: Tensor, direction: Tensor, lr: float, decay: float):
 
 
 def adamw(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, lr: float, decay: float, clip: float, step: int):
-    """AdamW with bias correction (Loshchilov and Hutter 2019); all fp32, in place."""
-    grad = grad * clip
-    m.lerp_(grad, 1 - BETAS[0])
-    v.lerp_(grad.square_(), 1 - BETAS[1])
-    scale = math.sqrt(1 - BETAS[1] ** (step + 1))
-    denominator = v.sqrt().div_(scale).add_(EPS)
-    master.mul_(1 - lr * decay).addcdiv_(m, denominator, value=-lr / (1 - BETAS[0] ** (step + 1)))
+    """AdamW with bias correction (Loshchilov and Hutter 2019); all fp32, in place, torch's fused kernel: one pass over memory.
+    The gradient is scaled in place as well."""
+    unscale, count = (torch.tensor(x, dtype=torch.float32, device=master.device) for x in (1 / clip, step + 1))
+    torch._fused_adamw_([master], [grad], [m], [v], [], [count], lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=decay,
+                        eps=EPS, amsgrad=False, maximize=False, grad_scale=unscale)

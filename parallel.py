@@ -32,7 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from model import ConfigError, Model, expert_shapes, init_std, layer_shapes, param_shapes
+from model import ConfigError, Model, expert_shapes, init_std, layer_shapes, nothing, param_shapes
+from offload import Copies, homes, label
 
 # ------------------------------------------------------------------------------------------------------------------
 # Grid
@@ -395,13 +396,13 @@ class Dispatch(Function):
 class Combine(Function):
     """Partial sums of the node's tokens go to the tokens' ranks and are added there in fp32: [E*T, D] -> [T, D].
 
-    Backward: all-gather. The recomputation does not need the result, only its gradient's path: transfer=False."""
+    Backward: all-gather. value=False: only its gradient's path, nothing is sent."""
 
     @staticmethod
-    def forward(ctx, y_MD, node, transfer):
+    def forward(ctx, y_MD, node, value):
         ctx.node = node
-        if not transfer:
-            return y_MD.new_zeros(()).expand(y_MD.shape[0] // node.size, *y_MD.shape[1:])
+        if not value:
+            return nothing(y_MD, y_MD.shape[0] // node.size, *y_MD.shape[1:])
         return reduce_scatter(y_MD.unflatten(0, (node.size, -1)), node, y_MD.dtype, "combine").wait().to(y_MD.dtype)
 
     @staticmethod
@@ -413,8 +414,8 @@ def dispatch_tokens(node: Group, h_TD: Tensor, weights_Tk: Tensor, chosen_Tk: Te
     return Dispatch.apply(h_TD, weights_Tk, chosen_Tk, node)
 
 
-def combine_tokens(node: Group, y_MD: Tensor, transfer: bool) -> Tensor:
-    return Combine.apply(y_MD, node, transfer)
+def combine_tokens(node: Group, y_MD: Tensor, value: bool) -> Tensor:
+    return Combine.apply(y_MD, node, value)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -545,7 +546,9 @@ def pieces(bucket: Bucket, m: Model, grid: Grid) -> Iterator[Piece]:
 
 @dataclass
 class State:
-    """What a rank keeps from step to step: master, moments and bias are in the checkpoint, the rest follows from them."""
+    """What a rank keeps from step to step: master, moments and bias are in the checkpoint, the rest follows from them.
+
+    Masters, moments and gradients are on the device; or, where there are `copies`, in arenas on the host."""
 
     buckets: dict[str, Bucket]
     master: dict[str, Tensor]  # bucket -> fp32 owned values
@@ -554,6 +557,9 @@ class State:
     grad: dict[str, Tensor] = field(default_factory=dict)  # bucket -> fp32 owned gradient of this step
     squared: dict[str, Tensor] = field(default_factory=dict)  # bucket -> squared norm of grad, fp64
     node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
+    copies: Copies | None = None  # between the arenas and the device
+    slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes
+    own: dict[str, Tensor] = field(default_factory=dict)  # bucket -> owned values as they travel, on the device, if masters are not
 
 
 BLOCK = 1 << 12  # values per generator call: whole blocks are drawn, so that any slice gets the same values
@@ -577,15 +583,19 @@ def initial_values(seed: int, name: str, start: int, stop: int, std: float) -> T
     return values[start - first * BLOCK : stop - first * BLOCK]
 
 
-def init_state(m: Model, grid: Grid, seed: int, device: torch.device) -> State:
-    """Masters drawn, moments left empty (optim.init_moments makes them)."""
-    buckets, master = make_buckets(m, grid), {}
+def init_state(m: Model, grid: Grid, seed: int, device: torch.device, offload: bool = False) -> State:
+    """Masters drawn, moments left empty (optim.init_moments makes them). offload: their home is the host."""
+    buckets = make_buckets(m, grid)
+    shapes = {name: bucket.owned for name, bucket in buckets.items()}
+    master = homes("masters", shapes, device, offload)
     for name, bucket in buckets.items():
-        flat = torch.zeros(math.prod(bucket.owned))
+        flat = master[name].view(-1)
         for p in pieces(bucket, m, grid):
             flat[p.at : p.at + p.stop - p.start] = initial_values(seed, p.name, p.start, p.stop, init_std(p.name, m))
-        master[name] = flat.view(bucket.owned).to(device)
-    return State(buckets, master, {}, torch.zeros(m.layers, m.experts, device=device))
+    state = State(buckets, master, {}, torch.zeros(m.layers, m.experts, device=device))
+    if offload:
+        state.copies, state.slots = Copies(device), homes("gradients", shapes, device, offload)
+    return state
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -640,12 +650,10 @@ def gather(state: State, names: list[str], grid: Grid, transport: Transport, bac
 def start_gather(state: State, bucket: Bucket, grid: Grid, transport: Transport, backward: bool):
     name, kind = bucket.name, bucket.rule.bucket
     if bucket.rule.owner == "expert":
-        own = state.master[name]
+        own = own_part(state, bucket, transport)
         if transport.weights == "fp8":
-            packed = quantise(own.flatten(1))
-            return (all_gather(packed, grid.column, "expert gather"),
+            return (all_gather(own, grid.column, "expert gather"),
                     lambda x: {kind: dequantise(x.flatten(0, 1), transport.compute).view(-1, *bucket.owned[1:])})
-        own = own.to(torch.bfloat16 if transport.weights == "bf16" else transport.compute)
         return all_gather(own, grid.column, "expert gather"), lambda x: {kind: x.flatten(0, 1).to(transport.compute)}
 
     purpose = f"{kind} gather"
@@ -654,19 +662,33 @@ def start_gather(state: State, bucket: Bucket, grid: Grid, transport: Transport,
         own = state.node[name] if transport.dense == "step" else state.node.pop(name)
         return all_gather(own, grid.node, purpose), lambda x: unpack(bucket, x.flatten())
 
-    own = state.master[name].to(travel_dtype(bucket, transport))
-
     def unfold(parts):
         flat = from_shard_order(parts, grid)
         if node_resident(bucket) and transport.dense == "layer" and transport.node_reshard and not backward:
             state.node[name] = flat.view(grid.E, -1)[grid.e].clone()
         return unpack(bucket, flat)
 
-    return all_gather(own, grid.shard, purpose), unfold
+    return all_gather(own_part(state, bucket, transport), grid.shard, purpose), unfold
 
 
-def travel_dtype(bucket: Bucket, transport: Transport) -> torch.dtype:
-    return transport.compute if bucket.rule.dtype == "compute" else torch.float32
+def travelling(master: Tensor, bucket: Bucket, transport: Transport) -> Tensor:
+    """Owned fp32 values, or some of their experts, in the type in which they travel; fp8: uint8 [experts, bytes]."""
+    if bucket.rule.owner == "expert" and transport.weights == "fp8":
+        return quantise(master.flatten(1))
+    if bucket.rule.owner == "expert" and transport.weights == "bf16":
+        return master.to(torch.bfloat16)
+    return master.to(transport.compute if bucket.rule.dtype == "compute" else torch.float32)
+
+
+def own_part(state: State, bucket: Bucket, transport: Transport) -> Tensor:
+    return state.own[bucket.name] if state.copies else travelling(state.master[bucket.name], bucket, transport)
+
+
+def fill_own(state: State, transport: Transport):
+    """Where masters live on the host, what travels is on the device: made here once, afterwards by the optimizer."""
+    if state.copies:
+        for name, bucket in state.buckets.items():
+            state.own[name] = travelling(state.copies.fetch("state in", state.master[name]).wait(), bucket, transport)
 
 
 def node_resident(bucket: Bucket) -> bool:
@@ -681,13 +703,13 @@ def start_refresh(state: State, grid: Grid, transport: Transport) -> Callable[[]
     started = []
     for kind in ("dense", "control") if transport.dense == "step" else ():
         buckets = [b for b in state.buckets.values() if b.rule.bucket == kind]
-        own = torch.cat([state.master[b.name].to(travel_dtype(b, transport)) for b in buckets])
+        own = torch.cat([own_part(state, b, transport) for b in buckets])
         started.append((buckets, all_gather(own, grid.column, f"{kind} refresh")))
 
     def wait():
         for buckets, pending in started:
             for b, part in zip(buckets, pending.wait().split([b.owned[0] for b in buckets], 1)):
-                state.node[b.name] = part.reshape(-1)  # one by one, so that the old ones go as the new ones come
+                state.node[b.name] = label("node weights", part.reshape(-1))  # one by one: the old go as the new come
 
     return wait
 
@@ -772,15 +794,30 @@ def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Gr
 
 
 def over_replicas(state: State, bucket: Bucket, grad: Tensor, grid: Grid) -> Iterator:
-    """The last stretch: the sum over the replicas of what each owns. Leaves the fp32 gradient and its squared norm in the
-    state, and yields True."""
+    """The last stretch: the sum over the replicas of what each owns, its squared norm, and the way to its home. Leaves the
+    fp32 gradient and the squared norm in the state, and yields True."""
     if grid.R > 1:
         pending = all_reduce(grad, grid.replica, "replica gradient")
+        del grad
         yield False
         grad = pending.wait()
-    state.grad[bucket.name] = grad.view(bucket.owned)
-    state.squared[bucket.name] = grad.square().sum(dtype=torch.float64)
+    grad = label("gradients", grad.view(bucket.owned))
+    state.squared[bucket.name] = squared_norm(grad)
+    if state.copies:
+        copy = state.copies.send("gradient out", grad, state.slots[bucket.name])
+        del grad
+        yield False
+        grad = copy.wait()
+    state.grad[bucket.name] = grad
     yield True
+
+
+def squared_norm(x: Tensor) -> Tensor:
+    """fp64 scalar: fp32 norms of short runs, whose squares are added in fp64. A sum in fp64 throughout reads 10 times slower."""
+    flat = x.reshape(-1)
+    whole = len(flat) // 4096 * 4096
+    runs = torch.linalg.vector_norm(flat[:whole].view(-1, 4096), dim=1)
+    return runs.double().square().sum() + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
 
 
 def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarray:

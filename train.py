@@ -17,10 +17,10 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,12 @@ import checkpoint
 import data
 import launch
 import optim
-from model import (ConfigError, Model, Segments, block, count_params, embed_grad, embed_tokens, flops_per_token,
-                   head_loss, model_of, rope_cache, uses_rope)
+from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
+                   flops_per_token, head_loss, model_of, rope_cache, uses_rope)
+from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_report, label, make_inputs, offloaded_layers, peak_memory,
+                     record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
-                      gather, grid_shape, grid_warnings, init_state, layer_buckets, make_grid, reduce, share_texts,
+                      fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       start_refresh, together)
 
 
@@ -65,6 +67,12 @@ class Hyperparameters:
     grad_chunk: int = 0  # experts of an owner per gradient transfer (two travel at a time), bounds the receive buffer; 0: all
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
+    # memory
+    recompute: bool = True  # keep a layer's inputs and recompute it in the backward pass | False: keep all its activations
+    offload_fraction: float = 0.0  # of the layers: those whose inputs wait on the host for the backward pass
+    offload_state: bool = False  # fp32 masters, moments and gradients live on the host; the optimizer streams them
+    stream_chunk: int = 2**26  # values that the optimizer updates at a time; 0: a bucket. Bounds what streams through the device
+    track_memory: int = 50  # steps between steps (and the first two) whose live bytes are counted by purpose; 0: never
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
     verbose_comm: bool = False  # print each collective of the first step
     # optimizer
@@ -143,40 +151,47 @@ class DeviceRow(NamedTuple):
 
 
 def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
-             train: bool = True) -> tuple[Tensor, Tensor]:
+             train: bool = True, recompute: bool = True, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
-    values: of scale * (summed loss of all ranks). Returns (summed loss of this rank's rows in nats, squared norm of the
-    gradients owned here), fp64 on the device."""
+    values: of scale * (summed loss of all ranks). recompute=False keeps each layer's activations, but not its weights, from
+    the forward pass; else its inputs are kept in `inputs` (default: on the device). Returns (summed loss of this rank's
+    rows in nats, squared norm of the gradients owned here), fp64 on the device."""
     T = len(rows[0].tokens_T)
     tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
-    ropes = [tables if uses_rope(i, m) else None for i in range(m.layers)]
-    mine = grid.local_experts(m)
+    inputs, graphs, routes = inputs or Inputs(None, [], None), [], []
     dispatch = partial(dispatch_tokens, grid.node)  # all-gather over the node: [T, ...] -> [E*T, ...]
-    combine = partial(combine_tokens, grid.node, transfer=True)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
-    combine_gradient_only = partial(combine_tokens, grid.node, transfer=False)
+    combine = partial(combine_tokens, grid.node)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
 
-    # ---- forward: no autograd graph is kept, only each layer's input and its routing
+    def layer(i: int, b: int, route: Route | None, x_TD: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Route]:
+        return block(x_TD, w, rows[b].segments, tables if uses_rope(i, m) else None, route, state.bias_LX[i], dispatch, combine,
+                     grid.local_experts(m), m)
+
+    # ---- forward: no autograd graph is kept, only each layer's input and its routing (or, with recompute=False, its graph)
     embedding = gather(state, ["embed"], grid, transport)
     ahead = gather(state, layer_buckets(0), grid, transport)
     table_VD = embedding.wait()["embed"]
     x = [embed_tokens(row.tokens_T, table_VD) for row in rows]
     del table_VD
-    inputs, routes = [], []
     for i in range(m.layers):
-        w = ahead.wait()
+        w = label("weights", ahead.wait())
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
-        inputs.append(x if train else None)
-        with torch.no_grad():
-            out = [block(x[b], w, row.segments, ropes[i], None, state.bias_LX[i], dispatch, combine, mine, m)
-                   for b, row in enumerate(rows)]  # breadth-first: all rows while this layer's weights are here
-        x, route = map(list, zip(*out))
-        routes.append(route)
-        del w, out
+        if train and recompute:
+            inputs.save(label("inputs", x))
+        if train and not recompute:
+            graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
+            x = [graph.y_TD.detach() for graph in graphs[-1]]
+        else:
+            with torch.no_grad():
+                out = [layer(i, b, None, x[b], w) for b in range(len(rows))]  # breadth-first: all rows while w is here
+            x, route = map(list, zip(*out))
+            routes.append(route)
+            del out
+        del w
 
     # ---- head and loss, in chunks of tokens
-    w = ahead.wait()
+    w = label("weights", ahead.wait())
     if train:
         ahead = gather(state, layer_buckets(m.layers - 1), grid, transport, backward=True)
     loss, dx, grads = 0, [], {}
@@ -193,18 +208,17 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
 
     # ---- backward: each layer is recomputed from its input
     for i in reversed(range(m.layers)):
-        w = {name: value.detach().requires_grad_() for name, value in ahead.wait().items()}
+        w = label("weights", ahead.wait())
         if i:
             ahead = gather(state, layer_buckets(i - 1), grid, transport, backward=True)
-        grads, inputs_i, routes_i = {}, inputs.pop(), routes.pop()
-        for b, row in enumerate(rows):
-            x_TD = inputs_i[b].detach().requires_grad_()
-            y_TD, _ = block(x_TD, w, row.segments, ropes[i], routes_i[b], state.bias_LX[i], dispatch,
-                            combine_gradient_only, mine, m)
-            dx[b], *dw = torch.autograd.grad(y_TD, [x_TD, *w.values()], dx[b])
-            accumulate(grads, dict(zip(w, dw)))
-            del x_TD, y_TD, dw
-        del w, inputs_i
+        grads, recorded, x = {}, graphs.pop() if graphs else None, inputs.take() if recompute else None
+        inputs.fetch_ahead(i - 1)
+        for b in range(len(rows)):
+            graph = recorded.pop(0) if recorded else Recorded(partial(layer, i, b, routes[i][b]), x.pop(0), w, forget=False)
+            dx[b], dw = graph.backward(dx[b], w)
+            accumulate(grads, dw)
+            del graph, dw
+        del w, x, recorded
         started = reduce(state, layer_buckets(i), grads, grid, transport)
         del grads  # only the reductions hold them now
         advance(reducing)  # those of layer i+1 and before, while layer i's are on their way
@@ -222,7 +236,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
 def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
     """Adds the gradients of one more row."""
     for name, grad in grads.items():
-        total[name] = total[name].add_(grad) if name in total else grad
+        total[name] = total[name].add_(grad) if name in total else label("gradients in flight", grad)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -327,6 +341,11 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
+    if hp.offload_fraction > 1:
+        raise ConfigError(f"--offload_fraction={hp.offload_fraction}: a fraction of the layers, 0 to 1")
+    if hp.offload_fraction and not hp.recompute:
+        raise ConfigError(f"--offload_fraction={hp.offload_fraction:g}: offloads the inputs that layers are recomputed from; use it with "
+                          "--recompute=True")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
     if hp.steps < 1:
@@ -480,16 +499,6 @@ def start_wandb(hp: Hyperparameters, path: Path):
                       settings=wandb.Settings(silent=True, console="off"))
 
 
-def memory_gb(device: torch.device) -> dict:
-    """Peaks of this rank so far: resident host memory and, on an accelerator, allocated memory; allocator retries."""
-    peak = {"peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "peak_device_gb": None,
-            "alloc_retries": None}
-    if device.type != "cpu":
-        stats = torch.accelerator.memory_stats(device)
-        peak |= {"peak_device_gb": stats["allocated_bytes.all.peak"] / 2**30, "alloc_retries": stats["num_alloc_retries"]}
-    return peak
-
-
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{seconds:02d}s"
@@ -530,6 +539,37 @@ def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
     return path
 
 
+def planned_memory(hp: Hyperparameters, m: Model, grid: Grid) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that this rank will hold from step to step, by purpose: (on the host, on the device)."""
+    buckets = make_buckets(m, grid)
+    values = {name: math.prod(bucket.owned) for name, bucket in buckets.items()}
+    moments = sum(count * len(optim.MOMENTS[optim.kind_of(buckets[name], hp.optimizer)]) for name, count in values.items())
+    state = {"masters": 4 * sum(values.values()), "moments": 4 * moments, "gradients": 4 * sum(values.values())}
+    away = offloaded_layers(m.layers, hp.offload_fraction) if hp.offload_fraction else 0
+    one_layer = hp.rows_per_rank * hp.seq_len * m.width * getattr(torch, hp.dtype).itemsize
+    inputs = {"inputs": (m.layers - away) * one_layer if hp.recompute else 0}
+    arena = {"offloaded inputs": away * one_layer}
+    return (state | arena, inputs) if hp.offload_state else (arena, state | inputs)
+
+
+def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place, out: Output):
+    """Raises ConfigError on all ranks where what is certain to be needed cannot be had; else it is logged and recorded."""
+    on_host, on_device = planned_memory(hp, m, grid)
+    fixes = f"use more nodes, another --size than {hp.size}, or lower --offload_fraction={hp.offload_fraction:g}"
+    if where.device.type == "cpu":
+        on_host |= on_device
+    else:
+        has = launch.device_memory(where.device)
+        if sum(on_device.values()) > has:
+            raise ConfigError(f"each device has {has / GIB:.1f} GiB of memory, a rank would hold {sum(on_device.values()) / GIB:.1f} "
+                              f"({describe(on_device)}); use --offload_state=True, more nodes, or another --size than {hp.size}")
+    reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
+    check_hosts(reports, fixes)
+    if out.active:
+        for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
+            out.log(line)
+
+
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
     """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
     root = out.path / "ckpt"
@@ -548,7 +588,7 @@ def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: 
         manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
         check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
         step = manifest["step"]
-    state = init_state(m, grid, hp.seed, device)
+    state = init_state(m, grid, hp.seed, device, hp.offload_state)
     optim.init_moments(state, hp.optimizer)
     if not chosen:
         return state, 0
@@ -578,6 +618,7 @@ def main(argv: list[str]) -> int:
         out.log(f"warning: {warning}")
 
     together(out.lock, grid, device)
+    check_memory(hp, m, grid, where, out)
     path = prepare_data(hp, grid, device, out.log)
     rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
     state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
@@ -601,6 +642,9 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     flops, times = flops_per_token(m, mean_segment(rows)), []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
+    inputs = make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
+                         hp.offload_fraction, state.copies or Copies(device))
+    fill_own(state, transport)
     start_refresh(state, grid, transport)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
@@ -610,17 +654,20 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
 
-        sums = torch.stack(schedule(batch, state, grid, m, transport, scale=1 / max(targets, 1))).tolist()
-        # every rank now learns the loss, the norm, the next step's targets and who was told to stop
-        numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
-        loss, squared_norm, next_targets, requested = numbers.sum(0)
-        loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
-        if not math.isfinite(loss + grad_norm):
-            ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
-            raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
-                                     "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
-        optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
-                     start_refresh=lambda: start_refresh(state, grid, transport))
+        counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
+        with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
+            sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), recompute=hp.recompute,
+                                        inputs=inputs)).tolist()
+            # every rank now learns the loss, the norm, the next step's targets and who was told to stop
+            numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
+            loss, squared_norm, next_targets, requested = numbers.sum(0)
+            loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
+            if not math.isfinite(loss + grad_norm):
+                ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
+                raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
+                                         "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
+            optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
+                         transport, chunk=hp.stream_chunk)
 
         step, batch, targets = step + 1, next_batch, next_targets
         ending = step == last or requested
@@ -629,6 +676,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
                     "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
+        if memory:
+            measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
             measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
@@ -651,7 +700,7 @@ def report(run: Run, step: int, measured: dict, flops: float, times: list[float]
     tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
     ids = data.row_ids((step - 1) * hp.rows_per_step, hp.rows_per_step, len(run.rows), hp.seed)
     out.metrics({"step": step, "tokens": step * tokens, **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
-                 "mfu": tok_s / world * flops / peak if peak else None, **memory_gb(run.device),
+                 "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device),
                  "row_ids": hashlib.sha256(ids.tobytes()).hexdigest()[:16]})
     out.progress(step, "step")
     recent = sorted(times[-20:])[len(times[-20:]) // 2]

@@ -13,9 +13,10 @@ import optim
 import parallel
 import train
 from model import ConfigError, Segments
-from parallel import OWNERSHIP, init_state, initial_values, make_grid, pieces
+from parallel import OWNERSHIP, Transport, init_state, initial_values, make_grid, pieces
 
 CPU = torch.device("cpu")
+PLAIN = Transport(torch.float32)
 TINY = dict(layers=2, width=32, heads=3, kv_heads=1, head_dim=16, experts=8, top_k=4, groups=4, expert_width=48,
             vocab=64)
 LAYOUTS = [(1, 1, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1), (1, 3, 1), (1, 3, 2), (2, 1, 2), (2, 2, 1)]  # R, N, E; 3: padded
@@ -32,6 +33,7 @@ def one_rank(m: model.Model, optimizer: str = "muon", dtype=torch.float32):
     state = init_state(m, grid, 0, CPU)
     state.master = {name: value.to(dtype) for name, value in state.master.items()}
     optim.init_moments(state, optimizer)
+    state.moments = {name: {kind: x.to(dtype) for kind, x in kinds.items()} for name, kinds in state.moments.items()}
     return state, grid
 
 
@@ -108,7 +110,7 @@ def test_muon_equals_a_plain_muon_of_single_matrices(changes, dtype, tolerance):
     for step in range(10):
         grads, lr = random_gradients(m, torch.float64), 0.02 / (step + 1)
         set_gradients(state, grads, m, grid)
-        optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", lr, 0.1, 1.0, step, dtype)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", lr, 0.1, 1.0, step, PLAIN, dtype)
         assert not state.grad
         for name, muon in plain.items():
             muon.step(grads[name], lr, 0.1)
@@ -145,10 +147,10 @@ def test_the_update_of_many_ranks_equals_that_of_one(layout, optimizer, monkeypa
         grads = random_gradients(m)
         for state, g in [(alone, grid), *zip(states, ranks)]:
             set_gradients(state, grads, m, g)
-        optim.update(alone, grid, optim.plan_muon(alone, grid, m, optimizer), optimizer, 0.02, 0.1, 0.5, step, torch.float32)
+        optim.update(alone, grid, optim.plan_muon(alone, grid, m, optimizer), optimizer, 0.02, 0.1, 0.5, step, PLAIN, torch.float32)
         with ThreadPoolExecutor(len(ranks)) as pool:
             list(pool.map(lambda state, g: optim.update(state, g, optim.plan_muon(state, g, m, optimizer), optimizer, 0.02,
-                                                        0.1, 0.5, step, torch.float32), states, ranks))
+                                                        0.1, 0.5, step, PLAIN, torch.float32), states, ranks))
     want = by_name(alone.master, alone, m, grid)
     for state, g in zip(states, ranks):
         for name, bucket in state.buckets.items():
@@ -217,12 +219,12 @@ def test_an_expert_that_gets_no_tokens_stays_finite_for_good():
     m = model.model_of("debug", **TINY | dict(layers=1))
     state, grid = one_rank(m)
     set_gradients(state, {name: 1e-4 * g for name, g in random_gradients(m).items()}, m, grid)
-    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 0)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 0, PLAIN)
     for moments in state.moments.values():
         for moment in moments.values():
             moment.mul_(0.95**1100)
     set_gradients(state, {name: 0 * g for name, g in random_gradients(m).items()}, m, grid)
-    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 1101)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, "muon"), "muon", 1e-3, 0.1, 1.0, 1101, PLAIN)
     assert all(master.isfinite().all() for master in state.master.values())
 
 
@@ -260,7 +262,7 @@ def test_adamw_equals_that_of_torch(dtype, tolerance):
     for step in range(20):
         grads, lr = random_gradients(m, dtype), 0.01 / (step + 1)
         set_gradients(state, grads, m, grid)
-        optim.update(state, grid, optim.plan_muon(state, grid, m, "adamw"), "adamw", lr, 0.1, 1.0, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, "adamw"), "adamw", lr, 0.1, 1.0, step, PLAIN)
         for group in theirs.param_groups:
             group["lr"] = lr
         for name, value in leaves.items():
@@ -298,7 +300,7 @@ def test_clipping_scales_every_gradient(optimizer):
     for factor, clip in [(1.0, 0.25), (0.25, 1.0)]:
         state, grid = one_rank(m, optimizer)
         set_gradients(state, {name: factor * g for name, g in grads.items()}, m, grid)
-        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, 0)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, 0, PLAIN)
         results.append({**state.master, **{f"{n}/{k}": v for n, ms in state.moments.items() for k, v in ms.items()}})
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
@@ -309,7 +311,7 @@ def test_decay_is_decoupled_and_spares_norms_router_and_embedding(optimizer):
     state, grid = one_rank(m, optimizer)
     start = by_name(state.master, state, m, grid)
     set_gradients(state, {name: torch.zeros(s) for name, s in model.param_shapes(m).items()}, m, grid)
-    optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.5, 0.1, 1.0, 0)
+    optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.5, 0.1, 1.0, 0, PLAIN)
     for name, value in by_name(state.master, state, m, grid).items():
         factor = 1 - 0.5 * 0.1 if is_matrix_of_a_layer(name) or name == "head" else 1
         assert torch.equal(value, start[name] * factor), name
@@ -404,7 +406,7 @@ def test_every_parameter_moves_in_ten_steps_of_training(optimizer, dtype):
         loss, squared_norm = train.schedule(rows, state, grid, m, parallel.Transport(dtype), scale=1 / 96)
         losses.append(float(loss) / 96)
         clip = optim.clip_scale(math.sqrt(squared_norm), 1.0)
-        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, clip, step, PLAIN)
     for name, value in by_name(state.master, state, m, grid).items():
         assert value.dtype == torch.float32 and value.isfinite().all()
         moved = (value != start[name]).double().mean()
@@ -433,7 +435,7 @@ def test_masters_moments_and_gradients_are_fp32_and_share_no_memory(optimizer, d
         assert state.grad.keys() == state.buckets.keys()
         grads = list(state.grad.values())
         check(kept() + grads)
-        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, 1.0, step)
+        optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.01, 0.1, 1.0, step, PLAIN)
         check(kept() + grads)
     assert places == [t.data_ptr() for t in kept()]  # updated in place
 

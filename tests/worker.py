@@ -1,5 +1,6 @@
 """Runs inside the ranks that the tests spawn: python launch.py ... -- tests/worker.py FUNCTION OUT [JSON]."""
 
+import hashlib
 import json
 import sys
 import time
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import checkpoint  # noqa: E402
 import launch  # noqa: E402
 import model  # noqa: E402
+import offload  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
@@ -89,8 +91,8 @@ def start(where, case: dict, replicas: int = 1, m=None):
     """A case's model, grid, state and this rank's rows."""
     m = m or tiny(max_per_group=case.get("c", 1), router=case.get("router", "softmax"), shared_experts=case.get("shared", 0))
     grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, replicas, m)
-    state = parallel.init_state(m, grid, 1, where.device)
-    optim.init_moments(state, "muon")
+    state = parallel.init_state(m, grid, 1, where.device, case.get("offload_state", False))
+    optim.init_moments(state, case.get("optimizer", "muon"))
     if m.router == "sigmoid":  # a bias that changes choices
         state.bias_LX.copy_(torch.linspace(-0.1, 0.1, m.experts).expand(m.layers, -1))
     count = ROWS // where.world
@@ -100,8 +102,12 @@ def start(where, case: dict, replicas: int = 1, m=None):
 
 def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambda norm: None):
     """Trains on the same rows; returns the losses, summed over all ranks per target, and the first gradient norm."""
-    wire, plan = transport(case), optim.plan_muon(state, grid, m, "muon")
+    wire, optimizer = transport(case), case.get("optimizer", "muon")
+    plan = optim.plan_muon(state, grid, m, optimizer)
     optim.check_plan(plan, grid, where.device)
+    inputs = offload.make_inputs(m.layers, len(rows), (m.seq_len, m.width), wire.compute, case.get("offload", 0),
+                                 state.copies or offload.Copies(where.device))
+    parallel.fill_own(state, wire)
     parallel.start_refresh(state, grid, wire)()
     targets = parallel.exchange([train.count_targets(rows)], grid, where.device).sum()
     scale = 1 / targets
@@ -109,15 +115,15 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
         scale = 1 / max(1, train.count_targets(rows)) / where.world  # averaged per rank, not per token
     losses, first_norm = [], None
     for step in range(count):
-        loss, squared = train.schedule(rows, state, grid, m, wire, scale)
+        loss, squared = train.schedule(rows, state, grid, m, wire, scale, recompute=case.get("recompute", True), inputs=inputs)
         totals = parallel.exchange([float(loss), float(squared)], grid, where.device).sum(0)
         losses.append(totals[0] / targets)
         norm = (totals[1] / grid.R) ** 0.5
         if step == 0:
             first_norm = norm
             after_first(norm)
-        optim.update(state, grid, plan, "muon", case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step,
-                     start_refresh=lambda: parallel.start_refresh(state, grid, wire))
+        optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step, wire,
+                     chunk=case.get("stream", 0))
     return losses, first_norm
 
 
@@ -136,11 +142,18 @@ def layouts(where, out: Path, options: dict):
                 save_file(full_gradients(state, m, grid), out / f"{case['name']}.{where.rank}.safetensors")
 
         losses, norm = steps(where, case, m, grid, state, rows, case.get("steps", 5), keep_gradients)
-        results[case["name"]] = {"losses": losses, "norm": norm}
+        results[case["name"]] = {"losses": losses, "norm": norm, "masters": digest(state.master)}
         parallel.reduce_scatter, parallel.all_reduce = healthy
         model.choose_experts, parallel.WIRE.poison = choose, None
     if where.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, x in tensors.items():
+        found.update(name.encode() + x.numpy().tobytes())
+    return found.hexdigest()
 
 
 def ledger(where, out: Path, options: dict):
@@ -161,8 +174,7 @@ def ledger(where, out: Path, options: dict):
             parallel.exchange([0.0], grid, where.device)  # nobody goes on before all have read
             parallel.WIRE.calls.clear(), parallel.WIRE.sent.clear()
             train.schedule(rows, state, grid, m, wire, 1 / m.seq_len)
-            optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step,
-                         start_refresh=lambda: parallel.start_refresh(state, grid, wire))
+            optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step, wire)
             sent = {f"{group} {purpose}": count for (group, purpose), count in parallel.WIRE.sent.items()}
             total = parallel.exchange([sum(sent.values())], grid, where.device).sum()
             time.sleep(0.05)

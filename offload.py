@@ -1,0 +1,407 @@
+"""Memory: what lives on the host, how it gets to the device and back, and who counts it.
+
+    arenas     host memory that is taken once at start-up, a slab per purpose, pinned where there is an accelerator
+    copies     between device and arenas, beside the computation: on streams of their own, on a CPU in threads
+    inputs     the layers' inputs, kept from the forward to the backward pass, some of them in an arena
+    stream     optimizer state from its arenas through the device, chunk by chunk in double buffers
+    tracking   bytes of live tensors by purpose, on any device
+    report     host memory by NUMA node beside the planned use, and the refusal where it cannot fit
+
+Streams and events occur in this file only. On a CPU the same code makes real copies into real arenas.
+"""
+
+import json
+import math
+import os
+import resource
+import socket
+import time
+import weakref
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Iterable, Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import ConfigError
+
+GIB = 2**30
+
+# ------------------------------------------------------------------------------------------------------------------
+# Arenas
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Arena:
+    """One slab of host memory. `take` hands out consecutive parts, which are never given back.
+
+    Its pages are written by the CPU before anything else touches them: a page of a GH200 that a GPU copy touches first may
+    lie in the GPU's memory. It is pinned by registering it, since the caching allocator of pinned memory rounds sizes up to
+    powers of two. Touching it is also the proof that the memory is there: free memory at start is none, as much of what looks
+    taken is released under pressure."""
+
+    ALIGN = 512  # bytes
+
+    def __init__(self, purpose: str, nbytes: int, device: torch.device):
+        self.purpose, self.used = purpose, 0
+        try:
+            self.slab = torch.empty(nbytes, dtype=torch.uint8)
+            self.slab.fill_(0)
+        except RuntimeError as error:
+            raise ConfigError(f"host {socket.gethostname()}: {nbytes / GIB:.1f} GiB of host memory for {purpose} could not be had "
+                              f"({error}); lower --offload_fraction, or use more nodes") from error
+        if device.type == "cuda" and nbytes:
+            failed = torch.cuda.cudart().cudaHostRegister(self.slab.data_ptr(), nbytes, 0)
+            if int(failed):
+                raise ConfigError(f"host {socket.gethostname()}: pinning {nbytes / GIB:.1f} GiB for {purpose} failed ({failed}); raise "
+                                  "the limit of locked memory (ulimit -l), or lower --offload_fraction")
+
+    @classmethod
+    def bytes_of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        return -(-math.prod(shape) * dtype.itemsize // cls.ALIGN) * cls.ALIGN
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        start, size = self.used, self.bytes_of(shape, dtype)
+        assert start + size <= self.slab.numel(), f"arena {self.purpose}: {self.slab.numel()} bytes do not hold {start} + {size}"
+        self.used += size
+        return self.slab[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def homes(purpose: str, shapes: dict[str, tuple[int, ...]], device: torch.device, offload: bool) -> dict[str, Tensor]:
+    """fp32 zeros of the given shapes: on the device, or in an arena of their own."""
+    if not offload:
+        return {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+    arena = Arena(purpose, sum(Arena.bytes_of(shape, torch.float32) for shape in shapes.values()), device)
+    return {name: arena.take(shape, torch.float32) for name, shape in shapes.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Copies
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Copy:
+    """A copy in flight. It keeps source and target alive until `wait`, which returns the target."""
+
+    def __init__(self, copies: "Copies", what: str, source: Tensor, target: Tensor, done):
+        self._copies, self._what, self._keep, self._done = copies, what, (source, target), done
+
+    def wait(self) -> Tensor:
+        if self._copies.trace is not None:
+            self._copies.trace.append(("wait", self._what))
+        if isinstance(self._done, Future):
+            self._done.result()
+        else:
+            torch.accelerator.current_stream().wait_event(self._done)
+        target = self._keep[1]
+        self._keep = self._done = None
+        return target
+
+
+class Copies:
+    """Starts copies beside the computation, one after the other in each direction (the link carries both at once)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.trace: list | None = None  # (event, what) in program order, where a test wants it
+        self.delay_s = 0.0  # of each copy on a CPU: tests make the link slow
+        self.poison: np.random.Generator | None = None  # targets hold NaN until wait, copies are late at random
+        if device.type == "cpu":
+            self.lanes = {way: ThreadPoolExecutor(1, f"copies-{way}") for way in ("out", "in")}
+        else:
+            self.lanes = {way: torch.Stream(device) for way in ("out", "in")}
+
+    def send(self, what: str, source: Tensor, target: Tensor) -> Copy:
+        """Device to host. The source must not change until `wait`."""
+        return self._start("out", what, source, target)
+
+    def fetch(self, what: str, source: Tensor) -> Copy:
+        """Host to device, into memory of the compute stream's pool; the source must not change until `wait`."""
+        return self._start("in", what, source, torch.empty(source.shape, dtype=source.dtype, device=self.device))
+
+    def _start(self, way: str, what: str, source: Tensor, target: Tensor) -> Copy:
+        if self.trace is not None:
+            self.trace.append(("start", what))
+        lane, delay_s = self.lanes[way], self.delay_s
+        if isinstance(lane, ThreadPoolExecutor):
+            if self.poison is not None:
+                target.fill_(float("nan"))
+                delay_s += self.poison.random() * 2e-3
+
+            def copy():
+                time.sleep(delay_s)
+                target.copy_(source)
+
+            return Copy(self, what, source, target, lane.submit(copy))
+        lane.wait_stream(torch.accelerator.current_stream())
+        with lane:
+            target.copy_(source, non_blocking=True)
+            return Copy(self, what, source, target, lane.record_event())
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Inputs of the layers
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def offloaded_layers(layers: int, fraction: float) -> int:
+    """How many layers have their inputs offloaded: the first ones, which are needed last. The last layer's input is needed
+    at once."""
+    return min(round(layers * fraction), layers - 1)
+
+
+class Inputs:
+    """The layers' inputs, one tensor [T, D] per row, from the forward pass to the backward pass.
+
+    Offloaded ones leave while the next layer computes and come back while the one above is recomputed."""
+
+    def __init__(self, arena: Arena | None, slots: list[list[Tensor]], copies: Copies | None):
+        self.arena, self.slots, self.copies = arena, slots, copies
+        self.kept: list[list] = []  # layer -> for each row the tensor, or its copy on the way back
+        self.leaving: list[Copy] = []
+
+    def save(self, x: list[Tensor]):
+        """Of the next layer."""
+        for copy in self.leaving:  # the ones of the layer before: their device memory is free from here on
+            copy.wait()
+        i, self.leaving = len(self.kept), []
+        if i < len(self.slots):
+            self.leaving = [self.copies.send("inputs out", x_TD, slot) for x_TD, slot in zip(x, self.slots[i])]
+        self.kept.append(x if not self.leaving else None)
+
+    def fetch_ahead(self, i: int):
+        """Starts bringing layer i's inputs back, if they are away."""
+        if 0 <= i < len(self.slots):
+            self.kept[i] = [self.copies.fetch("inputs in", slot) for slot in self.slots[i]]
+
+    def take(self) -> list[Tensor]:
+        """Of the last layer that is left. It must have been fetched."""
+        x = self.kept.pop()
+        return [label("inputs", part.wait()) if isinstance(part, Copy) else part for part in x]
+
+
+def make_inputs(layers: int, rows: int, shape: tuple[int, int], dtype: torch.dtype, fraction: float,
+                copies: Copies | None) -> Inputs:
+    """With an arena for the offloaded ones; shape [T, D] of a row."""
+    count = offloaded_layers(layers, fraction) if fraction else 0
+    if not count:
+        return Inputs(None, [], None)
+    arena = Arena("inputs", count * rows * Arena.bytes_of(shape, dtype), copies.device)
+    return Inputs(arena, [[arena.take(shape, dtype) for _ in range(rows)] for _ in range(count)], copies)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Optimizer state through the device
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def stream(chunks: Iterable[tuple[object, dict[str, Tensor]]], copies: Copies | None,
+           read_only: str = "grad") -> Iterator[tuple[object, dict[str, Tensor]]]:
+    """(key, tensors on the host) -> (key, tensors on the device), which the caller changes in place. While one chunk is worked on,
+    the next is on its way in and the one before on its way back; of `read_only` nothing goes back. Without copies the state
+    is on the device already, and chunks are yielded as they are."""
+    if copies is None:
+        yield from chunks
+        return
+    chunks, leaving = iter(chunks), []
+
+    def fetch():
+        key, home = next(chunks, (None, None))
+        return key, home, home and {name: copies.fetch("state in", x) for name, x in home.items()}
+
+    ahead = fetch()
+    while ahead[1] is not None:
+        key, home, coming = ahead
+        here = {name: label("streamed state", copy.wait()) for name, copy in coming.items()}
+        ahead = fetch()
+        yield key, here
+        for copy in leaving:
+            copy.wait()
+        leaving = [copies.send("state out", here[name], home[name]) for name in here if name != read_only]
+        del here, coming
+    for copy in leaving:
+        copy.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Tracking
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Tracker(TorchDispatchMode):
+    """While it is on, counts the bytes of live tensors by purpose and keeps the peak: on `meta`, CPU and CUDA alike, so that a
+    plan, a test and a run can be compared. What an operation takes and gives back inside itself is not seen.
+
+    Every new storage is "transient" until `label` names its purpose. It takes 10 to 30 microseconds per operation."""
+
+    active: "Tracker | None" = None
+
+    def __init__(self, already: dict[str, Iterable[Tensor]]):
+        super().__init__()
+        self.known: dict[int, tuple[str, int]] = {}  # storage -> purpose, bytes
+        self.live, self.total, self.peak, self.at_peak = Counter(), 0, 0, Counter()
+        self.already = already
+
+    def __enter__(self):
+        Tracker.active = self
+        for purpose, tensors in self.already.items():
+            for x in tensors:
+                self.see(x, purpose)
+        self.already = None
+        return super().__enter__()
+
+    def __exit__(self, *args):
+        Tracker.active = None
+        return super().__exit__(*args)
+
+    def see(self, x: Tensor, purpose: str):
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.known:
+            return
+        self.known[key] = purpose, storage.nbytes()
+        weakref.finalize(storage, self.forget, key)
+        self.add(purpose, storage.nbytes())
+
+    def add(self, purpose: str, nbytes: int):
+        self.live[purpose] += nbytes
+        self.total += nbytes
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, self.live.copy()
+
+    def forget(self, key: int):
+        purpose, nbytes = self.known.pop(key)
+        self.add(purpose, -nbytes)
+
+    def relabel(self, x: Tensor, purpose: str):
+        key = x.untyped_storage()._cdata
+        if key in self.known and self.known[key][0] != purpose:
+            old, nbytes = self.known[key]
+            self.known[key] = purpose, nbytes
+            self.live[old] -= nbytes
+            self.live[purpose] += nbytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.see(x, "transient")
+        return out
+
+
+def label(purpose: str, value):
+    """Says what the memory of a tensor, or of all in a list or dict, is for; returns it. Costs nothing while nobody counts."""
+    if Tracker.active is not None:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        for x in parts:
+            Tracker.active.relabel(x, purpose)
+    return value
+
+
+def resident(state, inputs: Inputs) -> dict[str, list[Tensor]]:
+    """What is there between steps, by purpose; "host ..." lies in arenas. state: parallel.State."""
+    where = "host " if state.copies else ""
+    moments = [x for kinds in state.moments.values() for x in kinds.values()]
+    return {f"{where}masters": list(state.master.values()), f"{where}moments": moments,
+            f"{where}gradients": list(state.slots.values()), "own weights": list(state.own.values()),
+            "node weights": list(state.node.values()), "host inputs": [x for row in inputs.slots for x in row]}
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Host memory: what is there, what is planned, and whether it can be
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def numa_nodes(root: str = "/sys/devices/system/node") -> list[dict]:
+    """Of each NUMA node with memory: id, whether it has CPUs (on GH200 the GPU's memory is a node without), and total, free and
+    unattributed bytes. Unattributed is what neither files, processes nor the kernel's own lists account for: drivers and other
+    jobs' remains, mostly released under pressure."""
+    nodes = []
+    for path in sorted(Path(root).glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
+        fields = {}
+        for line in (path / "meminfo").read_text().splitlines():
+            _, _, name, kib, *_ = line.split()
+            fields[name.rstrip(":")] = int(kib) * 1024
+        if not fields.get("MemTotal"):
+            continue
+        known = sum(fields.get(name, 0) for name in ("MemFree", "FilePages", "AnonPages", "Slab", "KernelStack", "PageTables"))
+        nodes.append({"node": int(path.name[4:]), "cpus": bool((path / "cpulist").read_text().strip()),
+                      "total": fields["MemTotal"], "free": fields["MemFree"], "unattributed": max(0, fields["MemTotal"] - known)})
+    return nodes
+
+
+def control_group_limit(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
+    """Bytes that this job may take on the host (Slurm and containers set it), or None. Version 1 and 2 of the interface."""
+    limits = []
+    for line in Path(own).read_text().splitlines() if Path(own).exists() else ():
+        _, controllers, place = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base, name = (Path(root), "memory.max") if not controllers else (Path(root, "memory"), "memory.limit_in_bytes")
+        here = base / place.lstrip("/")
+        for folder in (here, *here.parents):  # a limit of any group above holds too
+            if (folder / name).exists() and (text := (folder / name).read_text().strip()).isdecimal():
+                limits.append(int(text))
+            if folder == base:
+                break
+    return min(limits, default=None)
+
+
+def host_memory() -> tuple[int, list[dict]]:
+    """(bytes that the host has for this job, its NUMA nodes)."""
+    nodes = numa_nodes()
+    total = sum(n["total"] for n in nodes if n["cpus"]) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total, control_group_limit() or total), nodes
+
+
+def describe(planned: dict[str, int]) -> str:
+    return ", ".join(f"{purpose} {nbytes / GIB:.2f}" for purpose, nbytes in planned.items() if nbytes)
+
+
+def host_report(planned: dict[str, int]) -> dict:
+    """One rank's record: where it runs, what is there, and what it is going to take. planned: purpose -> bytes."""
+    total, nodes = host_memory()
+    return {"host": socket.gethostname(), "has": total, "numa": nodes, "planned": planned}
+
+
+def check_hosts(reports: list[dict], fixes: str):
+    """Raises ConfigError where the ranks of a host plan to take more than it has. Free memory is no verdict, total memory is."""
+    for host in dict.fromkeys(r["host"] for r in reports):
+        ranks = [r for r in reports if r["host"] == host]
+        planned = Counter()
+        for r in ranks:
+            planned.update(r["planned"])
+        if sum(planned.values()) > ranks[0]["has"]:
+            raise ConfigError(f"host {host} has {ranks[0]['has'] / GIB:.1f} GiB of memory, its {len(ranks)} ranks would take "
+                              f"{sum(planned.values()) / GIB:.1f} ({describe(planned)}); {fixes}")
+
+
+def record_hosts(path: Path, reports: list[dict], run: str) -> list[str]:
+    """Appends one line per host to a record that all jobs share; returns them in words."""
+    lines, words = [], []
+    for host in dict.fromkeys(r["host"] for r in reports):
+        ranks = [r for r in reports if r["host"] == host]
+        planned = sum((Counter(r["planned"]) for r in ranks), Counter())
+        lines.append(json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%S"), "run": run, "ranks": len(ranks), **ranks[0],
+                                 "planned": planned}) + "\n")
+        cpu_nodes = [n for n in ranks[0]["numa"] if n["cpus"]]
+        free, lost = (sum(n[kind] for n in cpu_nodes) / GIB for kind in ("free", "unattributed"))
+        words.append(f"host {host}: {ranks[0]['has'] / GIB:.1f} GiB on {len(cpu_nodes)} NUMA nodes, {free:.1f} free, {lost:.1f} "
+                     f"unattributed; {len(ranks)} ranks plan {sum(planned.values()) / GIB:.2f} ({describe(planned)})")
+    with open(path, "a") as f:
+        f.writelines(lines)
+    return words
+
+
+def peak_memory(device: torch.device) -> dict:
+    """Peaks of this process so far: resident host memory and, on an accelerator, allocated memory; allocator retries."""
+    peak = {"peak_host_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "peak_device_gb": None,
+            "alloc_retries": None}
+    if device.type != "cpu":
+        stats = torch.accelerator.memory_stats(device)
+        peak |= {"peak_device_gb": stats["allocated_bytes.all.peak"] / 2**30, "alloc_retries": stats["num_alloc_retries"]}
+    return peak
