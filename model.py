@@ -18,7 +18,7 @@ import inspect
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Callable, NamedTuple
+from typing import Callable, Iterator, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -180,19 +180,20 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, w, eps):
-        x32 = x.float()
-        rstd = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        x32 = x.to(torch.float32, copy=True)
+        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, w, rstd)
-        return (x32 * rstd * w).to(x.dtype)
+        return x32.mul_(rstd).mul_(w).to(x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         x, w, rstd = ctx.saved_tensors
-        dy32, xhat = dy.float(), x.float() * rstd
-        dw = (dy32 * xhat).flatten(0, -2).sum(0)
-        g = dy32 * w
-        dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
-        return dx.to(x.dtype), dw, None
+        dy32, xhat = dy.to(torch.float32, copy=True), x.float() * rstd
+        product = dy32 * xhat
+        along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
+        dx = dy32.mul_(w).addcmul_(xhat, along, value=-1).mul_(rstd)
+        return dx.to(x.dtype), product.flatten(0, -2).sum(0), None
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -230,8 +231,11 @@ class RoPE(Function):
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-rotation ("NeoX") RoPE in fp32 (Su et al. 2021); cos and sin are [T, K/2]."""
     a, b = x_THK.float().chunk(2, -1)
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_THK.dtype)
+    cos, sin, y_THK = cos[:, None], sin[:, None], torch.empty_like(x_THK)
+    left, right = y_THK.chunk(2, -1)
+    left.copy_((a * cos).addcmul_(b, sin, value=-1))
+    right.copy_((b * cos).addcmul_(a, sin))
+    return y_THK
 
 
 class SwiGLU(Function):
@@ -241,21 +245,23 @@ class SwiGLU(Function):
     def forward(ctx, gate_up, weight):
         ctx.save_for_backward(gate_up, weight)
         gate, up = gate_up.float().chunk(2, -1)
-        y = F.silu(gate) * up
-        return (y if weight is None else y * weight[:, None]).to(gate_up.dtype)
+        y = F.silu(gate).mul_(up)
+        return (y if weight is None else y.mul_(weight[:, None])).to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx, dy):
         gate_up, weight = ctx.saved_tensors
         gate, up = gate_up.float().chunk(2, -1)
-        dy32, s = dy.float(), torch.sigmoid(gate)
-        silu = gate * s
-        dweight = None
+        dy32, dweight, dgate_up = dy.to(torch.float32, copy=True), None, torch.empty_like(gate_up)
+        dgate, dup = dgate_up.chunk(2, -1)
+        dup32 = F.silu(gate).mul_(dy32)
         if weight is not None:
-            dweight = (dy32 * silu * up).sum(-1)
-            dy32 = dy32 * weight[:, None]
-        dgate = dy32 * up * (s + silu * (1 - s))
-        return torch.cat((dgate, dy32 * silu), -1).to(gate_up.dtype), dweight
+            dweight = (dup32 * up).sum(-1)
+            dup32.mul_(weight[:, None])
+            dy32.mul_(weight[:, None])
+        dup.copy_(dup32)
+        dgate.copy_(torch.ops.aten.silu_backward(dy32.mul_(up), gate))
+        return dgate_up, dweight
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -270,19 +276,77 @@ class Segments(NamedTuple):
     bounds_device: Tensor  # the same, int32
 
 
+QUERY_BLOCK = 128  # queries that are scored at a time: their scores stay in a CPU's cache, and little is computed to be masked
+
+
+class SegmentAttention(Function):
+    """Causal attention inside each segment, none across, block of queries by block of queries. Saves its inputs; the backward
+    pass computes the probabilities again (Dao et al. 2022). Products in the inputs' type, softmax in fp32.
+
+    A CPU's scaled_dot_product_attention takes 2 to 3 times as long in bf16, forward and backward (LOG.md)."""
+
+    @staticmethod
+    def forward(ctx, q_THK, k_TJK, v_TJK, bounds):
+        ctx.save_for_backward(q_THK, k_TJK, v_TJK)
+        ctx.bounds = bounds
+        k_JKT, v_JTK, y_THK = k_TJK.permute(1, 2, 0), v_TJK.transpose(0, 1), torch.empty_like(q_THK)
+        for first, a, b in query_blocks(bounds):
+            q_JnK = by_kv_head(q_THK[a:b], len(k_JKT))
+            p_JnL = probabilities(q_JnK, k_JKT[..., first:b], b - a).to(q_THK.dtype)
+            y_THK[a:b] = by_token(torch.bmm(p_JnL, v_JTK[:, first:b]), b - a)
+        return y_THK
+
+    @staticmethod
+    def backward(ctx, dy_THK):
+        q_THK, k_TJK, v_TJK = ctx.saved_tensors
+        k_JKT, v_JTK, J = k_TJK.permute(1, 2, 0), v_TJK.transpose(0, 1), k_TJK.shape[1]
+        dq_THK, scale = torch.empty_like(q_THK), q_THK.shape[-1] ** -0.5
+        wide = torch.promote_types(k_TJK.dtype, torch.float32)
+        dk_JTK, dv_JTK = (torch.zeros_like(v_JTK, dtype=wide, memory_format=torch.contiguous_format) for _ in range(2))
+        for first, a, b in query_blocks(ctx.bounds):
+            q_JnK, dy_JnK = by_kv_head(q_THK[a:b], J), by_kv_head(dy_THK[a:b], J)
+            p_JnL = probabilities(q_JnK, k_JKT[..., first:b], b - a)
+            dv_JTK[:, first:b] += torch.bmm(p_JnL.to(q_THK.dtype).mT, dy_JnK)
+            dp_JnL = torch.bmm(dy_JnK, v_JTK[:, first:b].mT).to(wide)
+            ds_JnL = torch._softmax_backward_data(dp_JnL, p_JnL, -1, wide).to(q_THK.dtype)
+            dq_THK[a:b] = by_token(torch.bmm(ds_JnL, k_JKT[..., first:b].mT), b - a)
+            dk_JTK[:, first:b] += torch.bmm(ds_JnL.mT, q_JnK)
+        dk_TJK, dv_TJK = (d.transpose(0, 1).to(k_TJK.dtype) for d in (dk_JTK.mul_(scale), dv_JTK))
+        return dq_THK.mul_(scale), dk_TJK, dv_TJK, None
+
+
+def query_blocks(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(first key, first query, end of both) of each block."""
+    for first, end in zip(bounds, bounds[1:]):
+        for a in range(first, end, QUERY_BLOCK):
+            yield first, a, min(a + QUERY_BLOCK, end)
+
+
+def by_kv_head(x_nHK: Tensor, J: int) -> Tensor:
+    """[n, H, K] -> [J, H/J * n, K]: the queries that share a key-value head together."""
+    return x_nHK.unflatten(1, (J, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def by_token(x_JnK: Tensor, n: int) -> Tensor:
+    return x_JnK.unflatten(1, (-1, n)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def probabilities(q_JnK: Tensor, k_JKL: Tensor, n: int) -> Tensor:
+    """Of the last n of L positions over all L, for each of the query heads that are stacked in q, in fp32 or wider."""
+    mask_nL = torch.full((n, k_JKL.shape[-1]), -math.inf, dtype=q_JnK.dtype, device=q_JnK.device).triu_(k_JKL.shape[-1] - n + 1)
+    mask_nL = mask_nL.repeat(q_JnK.shape[1] // n, 1).expand(len(q_JnK), -1, -1)
+    scores = torch.baddbmm(mask_nL, q_JnK, k_JKL, alpha=q_JnK.shape[-1] ** -0.5)
+    return torch.softmax(scores.to(torch.promote_types(scores.dtype, torch.float32)), -1)
+
+
 def segment_attention(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, segments: Segments) -> Tensor:
     """Causal attention inside each segment, none across; returns [T, H, K]."""
-    gqa = q_THK.shape[1] != k_TJK.shape[1]
-    if q_THK.device.type != "cuda" or q_THK.dtype == torch.float32:  # a loop over segments: 2-3 times faster than a mask
-        out = []
-        for a, b in zip(segments.bounds, segments.bounds[1:]):
-            q, k, v = (x[None, a:b].transpose(1, 2) for x in (q_THK, k_TJK, v_TJK))
-            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)[0].transpose(0, 1))
-        return torch.cat(out)
+    if q_THK.device.type != "cuda" or q_THK.dtype == torch.float32:
+        return SegmentAttention.apply(q_THK, k_TJK, v_TJK, segments.bounds)
     from torch.nn.attention.varlen import varlen_attn
 
+    gqa, cu = q_THK.shape[1] != k_TJK.shape[1], segments.bounds_device
     longest = max(b - a for a, b in zip(segments.bounds, segments.bounds[1:]))
-    cu = segments.bounds_device
     options = {"enable_gqa": gqa} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}  # torch 2.11 has none
     return varlen_attn(q_THK, k_TJK, v_TJK, cu, cu, longest, longest, window_size=(-1, 0), **options)
 
@@ -371,10 +435,12 @@ class Pairs(NamedTuple):
     slot_MS: Tensor  # int64 [M, S]: where a token's (at most S) pairs are in the sorted order; P where it has fewer
     choice_P: Tensor  # int64: index into the flattened [M, k] routing weights
     offsets_X: Tensor  # int32: end of each expert's pairs
+    full: bool  # every token has all its S pairs
 
 
-def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: int) -> Pairs:
-    """Pairs of the experts in `mine`; offsets for `padded` of them, the surplus being empty.
+def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: int, full: bool = False) -> Pairs:
+    """Pairs of the experts in `mine`; offsets for `padded` of them, the surplus being empty. full: every token is known to have
+    `slots` of them.
 
     rows: length of the pair arrays, at least the number of pairs; what lies beyond the last offset points at valid
     tokens, is never read back and takes no part in a product's result. slots: the most pairs that one token has."""
@@ -394,20 +460,23 @@ def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: in
         position_Mk, is_mine_Mk = position_Mk.gather(1, column), is_mine_Mk.gather(1, column) & inside
     slot_MS = torch.where(is_mine_Mk, position_Mk, rows)
     choice_P = order[:rows]
-    return Pairs(choice_P // k, slot_MS, choice_P, offsets_X)
+    return Pairs(choice_P // k, slot_MS, choice_P, offsets_X, full)
 
 
-def sum_slots(rows_PD: Tensor, slot_MS: Tensor) -> Tensor:
+def sum_slots(rows_PD: Tensor, pairs: Pairs) -> Tensor:
     """out[n] = sum over s of rows[slot[n, s]] in fp32, in the order of s; a slot that holds P (the number of rows) adds nothing.
 
     A gather and a sum, no atomic add: the same bits every time."""
-    P = rows_PD.shape[0]
+    P, slots = rows_PD.shape[0], pairs.slot_MS.unbind(1)
+    if pairs.full and len(slots) == 1:
+        return rows_PD.index_select(0, slots[0])
     total = None
-    for slot_M in slot_MS.unbind(1):
-        part = rows_PD.index_select(0, slot_M.clamp(max=P - 1)).float()
-        part = torch.where((slot_M < P)[:, None], part, 0.0)  # where, not a product: unread rows may hold NaN
+    for slot_M in slots:
+        part = rows_PD.index_select(0, slot_M if pairs.full else slot_M.clamp(max=P - 1)).float()
+        if not pairs.full:
+            part = torch.where((slot_M < P)[:, None], part, 0.0)  # where, not a product: unread rows may hold NaN
         total = part if total is None else total.add_(part)
-    return total
+    return total.to(rows_PD.dtype)
 
 
 class TakeTokens(Function):
@@ -420,7 +489,7 @@ class TakeTokens(Function):
 
     @staticmethod
     def backward(ctx, drows_PD):
-        return sum_slots(drows_PD, ctx.pairs.slot_MS).to(drows_PD.dtype), None
+        return sum_slots(drows_PD, ctx.pairs), None
 
 
 class SumPairs(Function):
@@ -431,7 +500,7 @@ class SumPairs(Function):
         ctx.pairs = pairs
         if not value:
             return nothing(rows_PD, len(pairs.slot_MS), rows_PD.shape[1])
-        return sum_slots(rows_PD, pairs.slot_MS).to(rows_PD.dtype)
+        return sum_slots(rows_PD, pairs)
 
     @staticmethod
     def backward(ctx, dy_MD):
@@ -514,7 +583,7 @@ def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: R
 
     h_MD, weights_Mk, chosen_Mk = dispatch(h_TD, weights_Tk, chosen_Tk)
     rows = count_rows(chosen_Mk, mine, m) if first else route.rows
-    pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m))
+    pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m), even_load(mine, m))
     y_TD = combine(experts(h_MD, weights_Mk, pairs, w["gate_up"], w["down"], value=first), first)
     if m.shared_experts:
         gate_up = torch.cat((h_TD @ w["shared_gate"].T, h_TD @ w["shared_up"].T), -1)
@@ -578,12 +647,16 @@ def most_per_token(n_local: int, m: Model) -> int:
     return min(m.top_k, n_local, m.group_limit * math.ceil(n_local * m.groups / m.experts))
 
 
+def even_load(mine: range, m: Model) -> bool:
+    """Whole groups lie here and each gets the same load: every token has the same number of pairs here."""
+    return m.even_groups and len(mine) % (m.experts // m.groups) == 0
+
+
 def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:
-    """Length of the pair arrays: known beforehand when whole groups lie here and each gets the same load; else read
-    from the device once, in the forward pass, and rounded up (fewer sizes for the allocator to hold)."""
-    per_group = m.experts // m.groups
-    if m.even_groups and len(mine) % per_group == 0:
-        return chosen_Mk.shape[0] * m.group_limit * (len(mine) // per_group)
+    """Length of the pair arrays: known beforehand where the load is even; else read from the device once, in the forward
+    pass, and rounded up (fewer sizes for the allocator to hold)."""
+    if even_load(mine, m):
+        return chosen_Mk.shape[0] * most_per_token(len(mine), m)
     count = int(((chosen_Mk >= mine.start) & (chosen_Mk < mine.stop)).sum())
     return min(-(-max(count, 1) // 128) * 128, chosen_Mk.numel())
 
@@ -604,19 +677,21 @@ def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, 
     with torch.no_grad():
         loss = torch.zeros((), dtype=torch.float64, device=x_TD.device)
         dh_TD = torch.empty_like(h_TD) if grads else None
-        dhead_VD = torch.zeros(head_VD.shape, dtype=torch.float32, device=x_TD.device) if grads else None
+        dhead_VD = None
         for a in range(0, T, chunk):
             h, target = h_TD[a : a + chunk], targets_T[a : a + chunk]
-            has_target, index = target >= 0, target.clamp(min=0)[:, None]
+            has_target, index = target[:, None] >= 0, target.clamp(min=0)[:, None]
             logits = (h @ head_VD.T).float()
-            lse = logits.logsumexp(-1)
-            loss += torch.where(has_target, lse - logits.gather(1, index)[:, 0], 0.0).sum(dtype=torch.float64)
+            largest, of_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
+            e = logits.sub_(largest).exp_()
+            total = e.sum(-1, keepdim=True)
+            loss += torch.where(has_target, total.log().add_(largest).sub_(of_target), 0.0).sum(dtype=torch.float64)
             if grads:
-                d = logits.sub_(lse[:, None]).exp_()
-                d.scatter_add_(1, index, d.new_full(index.shape, -1.0)).mul_((has_target * scale)[:, None])
-                d = d.to(h.dtype)
+                factor = has_target * scale
+                d = e.mul_(factor / total).scatter_add_(1, index, -factor).to(h.dtype)
                 dh_TD[a : a + chunk] = d @ head_VD
-                dhead_VD += d.T @ h
+                part = d.T @ h
+                dhead_VD = part.float() if dhead_VD is None else dhead_VD.add_(part)
     if not grads:
         return loss, None, None, None
     dx_TD, dnorm_D = torch.autograd.grad(h_TD, (x_leaf, norm_leaf), dh_TD)
