@@ -62,12 +62,12 @@ import parallel
 import train
 from model import Model, Segments, choose_experts, init_std, layer_shapes, model_of, rope_cache, uses_rope
 
-# Settings of ours by layout: schedule's recompute, and fields of parallel.Transport. Where there is one node, no expert
+# Settings of ours by layout: schedule's keep_layers, and fields of parallel.Transport. Where there is one node, no expert
 # weights travel, and compressing them would only cost.
 OURS = {
-    "1x4": {"recompute": True, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
-    "2x2": {"recompute": True, "weights": "fp8", "grads": torch.bfloat16, "dense": "step"},
-    "single": {"recompute": True, "weights": "compute", "grads": torch.float32, "dense": "layer"},
+    "1x4": {"keep_layers": 7, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
+    "2x2": {"keep_layers": 6, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
+    "single": {"keep_layers": 8, "weights": "compute", "grads": torch.float32, "dense": "layer"},
 }
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "single": (1, 1)}  # nodes, ranks per node
 SHARDED = (("fsdp", "fsdp+ckpt"), ("ep", "ep+ckpt"))  # peers as tuples of variants, of which one stays
@@ -290,7 +290,7 @@ def batch(m: Model, rank: int) -> train.DeviceRow:
 
 def our_step(m: Model, layout: str, where: launch.Place) -> tuple[Callable, Callable]:
     row, settings = batch(m, where.rank), dict(OURS[layout])
-    recompute, transport = settings.pop("recompute"), parallel.Transport(compute=COMPUTE, **settings)
+    keep_layers, transport = settings.pop("keep_layers"), parallel.Transport(compute=COMPUTE, **settings)
     grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, m)
     parallel.check_transport(transport, m, grid)
     state = parallel.init_state(m, grid, SEED, where.device)
@@ -300,7 +300,7 @@ def our_step(m: Model, layout: str, where: launch.Place) -> tuple[Callable, Call
     targets, count = row.n_targets * where.world, itertools.count()
 
     def step():
-        sums = torch.stack(train.schedule([row], state, grid, m, transport, 1 / targets, recompute=recompute)).tolist()
+        sums = torch.stack(train.schedule([row], state, grid, m, transport, 1 / targets, keep_layers=keep_layers)).tolist()
         loss, squared = parallel.exchange(sums, grid, where.device).sum(0)
         norm = math.sqrt(squared)
         optim.update(state, grid, plan, "adamw", LR, DECAY, optim.clip_scale(norm, CLIP), next(count), transport)

@@ -322,7 +322,8 @@ def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int |
         base["OMP_NUM_THREADS"] = base["MKL_NUM_THREADS"] = str(threads)
     base.setdefault("OMP_NUM_THREADS", str(max(1, cores // world)))
     base.setdefault("MKL_NUM_THREADS", base["OMP_NUM_THREADS"])
-    base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of other ranks
+    if world > 1:
+        base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of other ranks
     # Without it gloo looks up the host's own name, which on laptops may not resolve or change with the network.
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         base.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

@@ -239,29 +239,41 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class SwiGLU(Function):
-    """silu(gate) * up * weight, weight being the routing weight of each row or None. Saves gate_up and the weight."""
+    """silu(gate) * up * weight, weight being the routing weight of each row or None. Saves gate_up and the weight. In slabs of
+    rows, which bounds the fp32 intermediates (on a CPU they then stay in its cache)."""
 
     @staticmethod
-    def forward(ctx, gate_up, weight):
-        ctx.save_for_backward(gate_up, weight)
-        gate, up = gate_up.float().chunk(2, -1)
-        y = F.silu(gate).mul_(up)
-        return (y if weight is None else y.mul_(weight[:, None])).to(gate_up.dtype)
+    def forward(ctx, gate_up_PU, weight_P):
+        ctx.save_for_backward(gate_up_PU, weight_P)
+        y_PF = gate_up_PU.new_empty(len(gate_up_PU), gate_up_PU.shape[1] // 2)
+        for at in slabs(gate_up_PU):
+            gate, up = gate_up_PU[at].float().chunk(2, -1)
+            y = F.silu(gate).mul_(up)
+            y_PF[at] = y if weight_P is None else y.mul_(weight_P[at, None])
+        return y_PF
 
     @staticmethod
-    def backward(ctx, dy):
-        gate_up, weight = ctx.saved_tensors
-        gate, up = gate_up.float().chunk(2, -1)
-        dy32, dweight, dgate_up = dy.to(torch.float32, copy=True), None, torch.empty_like(gate_up)
-        dgate, dup = dgate_up.chunk(2, -1)
-        dup32 = F.silu(gate).mul_(dy32)
-        if weight is not None:
-            dweight = (dup32 * up).sum(-1)
-            dup32.mul_(weight[:, None])
-            dy32.mul_(weight[:, None])
-        dup.copy_(dup32)
-        dgate.copy_(torch.ops.aten.silu_backward(dy32.mul_(up), gate))
-        return dgate_up, dweight
+    def backward(ctx, dy_PF):
+        gate_up_PU, weight_P = ctx.saved_tensors
+        dgate_up_PU, dweight_P = torch.empty_like(gate_up_PU), None if weight_P is None else torch.empty_like(weight_P)
+        for at in slabs(gate_up_PU):
+            gate, up = gate_up_PU[at].float().chunk(2, -1)
+            dy = dy_PF[at].to(torch.float32, copy=True)
+            dgate, dup = dgate_up_PU[at].chunk(2, -1)
+            dup32 = F.silu(gate).mul_(dy)
+            if weight_P is not None:
+                dweight_P[at] = (dup32 * up).sum(-1)
+                dup32.mul_(weight_P[at, None])
+                dy.mul_(weight_P[at, None])
+            dup.copy_(dup32)
+            dgate.copy_(torch.ops.aten.silu_backward(dy.mul_(up), gate))
+        return dgate_up_PU, dweight_P
+
+
+def slabs(x: Tensor) -> Iterator[slice]:
+    """Rows of x, some at a time."""
+    rows = max(1, (2**18 if x.device.type == "cpu" else 2**27) // x.shape[1])
+    return (slice(a, a + rows) for a in range(0, len(x), rows))
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -429,38 +441,47 @@ class RoutingWeights(Function):
 
 
 class Pairs(NamedTuple):
-    """The token-expert pairs that a rank's experts process, sorted by expert."""
+    """The token-expert pairs that a rank's experts process, sorted by expert. P rows: the pairs, padding after each expert's,
+    and what is left over at the end. Padding has routing weight 0, which makes it zeros from there on."""
 
-    token_P: Tensor  # int64: which token of the node
+    token_P: Tensor  # int64: which token of the node; of padding any
     slot_MS: Tensor  # int64 [M, S]: where a token's (at most S) pairs are in the sorted order; P where it has fewer
-    choice_P: Tensor  # int64: index into the flattened [M, k] routing weights
-    offsets_X: Tensor  # int32: end of each expert's pairs
+    choice_P: Tensor  # int64: index into the flattened [M, k] routing weights; of padding M * k
+    offsets_X: Tensor  # int32: end of each expert's rows
     full: bool  # every token has all its S pairs
+
+
+def row_multiple(device: torch.device) -> int:
+    """Each expert's rows are filled up to a multiple of this: a CPU's products are compiled for each new number of rows."""
+    return 32 if device.type == "cpu" else 1
 
 
 def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: int, full: bool = False) -> Pairs:
     """Pairs of the experts in `mine`; offsets for `padded` of them, the surplus being empty. full: every token is known to have
     `slots` of them.
 
-    rows: length of the pair arrays, at least the number of pairs; what lies beyond the last offset points at valid
-    tokens, is never read back and takes no part in a product's result. slots: the most pairs that one token has."""
+    rows: at least the number of pairs; what lies beyond the last offset is never read back and takes no part in a product's
+    result. slots: the most pairs that one token has."""
     M, k = chosen_Mk.shape
-    device, count = chosen_Mk.device, len(mine)
+    device, count, multiple = chosen_Mk.device, len(mine), row_multiple(chosen_Mk.device)
+    P = rows + count * (multiple - 1)
     local_Mk = chosen_Mk.long() - mine.start
     is_mine_Mk = (local_Mk >= 0) & (local_Mk < count)
-    key = torch.where(is_mine_Mk, local_Mk, count).flatten()  # the others' sort to the end
-    order = key.argsort(stable=True)
-    ends = torch.arange(1, padded + 1, device=device).clamp_(max=count)
-    offsets_X = torch.searchsorted(key[order], ends).to(torch.int32)
+    key, order = torch.where(is_mine_Mk, local_Mk, count).flatten().sort(stable=True)  # the others' sort to the end
+    ends_X = torch.searchsorted(key, torch.arange(1, count + 1, device=device))
+    counts_X = ends_X.diff(prepend=ends_X.new_zeros(1))
+    room_X = counts_X if multiple == 1 else (counts_X + multiple - 1) // multiple * multiple
+    room_ends_X = room_X.cumsum(0)
+    shift_X = F.pad(room_ends_X - room_X - (ends_X - counts_X), (0, 1))  # by the padding before; 0 for the others'
+    place = torch.where(key < count, torch.arange(M * k, device=device) + shift_X[key], P)  # of each sorted pair
+    choice_P = torch.full((P + 1,), M * k, device=device).scatter_(0, place, order)[:P]
     # the inverse: where pair (token, choice) went; then only the local ones of each token, in the first columns
-    position_Mk = torch.empty_like(order).scatter_(0, order, torch.arange(M * k, device=device)).view(M, k)
+    slot_MS = torch.empty_like(order).scatter_(0, order, place).view(M, k)
     if slots < k:  # choices ascend, so a token's local ones are neighbours
         column = is_mine_Mk.to(torch.int8).argmax(1, keepdim=True) + torch.arange(slots, device=device)
-        inside, column = column < k, column.clamp(max=k - 1)
-        position_Mk, is_mine_Mk = position_Mk.gather(1, column), is_mine_Mk.gather(1, column) & inside
-    slot_MS = torch.where(is_mine_Mk, position_Mk, rows)
-    choice_P = order[:rows]
-    return Pairs(choice_P // k, slot_MS, choice_P, offsets_X, full)
+        slot_MS = slot_MS.gather(1, column.clamp(max=k - 1)).masked_fill_(column >= k, P)
+    offsets_X = F.pad(room_ends_X, (0, padded - count), value=0).cummax(0).values.to(torch.int32)
+    return Pairs((choice_P // k).clamp_(max=M - 1), slot_MS, choice_P, offsets_X, full)
 
 
 def sum_slots(rows_PD: Tensor, pairs: Pairs) -> Tensor:
@@ -508,19 +529,19 @@ class SumPairs(Function):
 
 
 class TakeWeights(Function):
-    """The routing weight of each pair, [P] from [M, k]; choices that are other ranks' pairs get no gradient here."""
+    """The routing weight of each row, [P] from [M, k], and 0 for padding; choices that are other ranks' pairs get no gradient
+    here."""
 
     @staticmethod
     def forward(ctx, weights_Mk, pairs):
         ctx.pairs, ctx.shape = pairs, weights_Mk.shape
-        return weights_Mk.flatten().index_select(0, pairs.choice_P)
+        return F.pad(weights_Mk.flatten(), (0, 1)).index_select(0, pairs.choice_P)
 
     @staticmethod
     def backward(ctx, d_P):
-        # rows beyond the last offset are uninitialised; each choice occurs once, so the scatter is deterministic
-        used = torch.arange(len(d_P), device=d_P.device) < ctx.pairs.offsets_X[-1]
-        d = d_P.new_zeros(math.prod(ctx.shape)).scatter_(0, ctx.pairs.choice_P, torch.where(used, d_P, 0.0))
-        return d.view(ctx.shape), None
+        # each choice occurs once, so the scatter is deterministic; what padding and uninitialised rows hold goes to the end
+        d = d_P.new_zeros(math.prod(ctx.shape) + 1).scatter_(0, ctx.pairs.choice_P, d_P)
+        return d[:-1].view(ctx.shape), None
 
 
 class GroupedLinear(Function):
@@ -661,7 +682,7 @@ def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:
     return min(-(-max(count, 1) // 128) * 128, chosen_Mk.numel())
 
 
-HEAD_CHUNK = 2**26  # logits that exist at a time: 256 MiB in fp32
+HEAD_CHUNK = 2**26  # logits that exist at a time: 128 MiB in bf16
 
 
 def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool):
@@ -676,26 +697,37 @@ def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, 
         h_TD = rms_norm(x_leaf, norm_leaf)
     with torch.no_grad():
         loss = torch.zeros((), dtype=torch.float64, device=x_TD.device)
-        dh_TD = torch.empty_like(h_TD) if grads else None
-        dhead_VD = None
+        dh_TD, dhead_VD = torch.empty_like(h_TD) if grads else None, None
         for a in range(0, T, chunk):
-            h, target = h_TD[a : a + chunk], targets_T[a : a + chunk]
-            has_target, index = target[:, None] >= 0, target.clamp(min=0)[:, None]
-            logits = (h @ head_VD.T).float()
-            largest, of_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
-            e = logits.sub_(largest).exp_()
-            total = e.sum(-1, keepdim=True)
-            loss += torch.where(has_target, total.log().add_(largest).sub_(of_target), 0.0).sum(dtype=torch.float64)
+            h = h_TD[a : a + chunk]
+            logits = h @ head_VD.T
+            loss += cross_entropy(logits, targets_T[a : a + chunk], scale, grads)
             if grads:
-                factor = has_target * scale
-                d = e.mul_(factor / total).scatter_add_(1, index, -factor).to(h.dtype)
-                dh_TD[a : a + chunk] = d @ head_VD
-                part = d.T @ h
+                torch.matmul(logits, head_VD, out=dh_TD[a : a + chunk])
+                part = logits.T @ h
+                del logits
                 dhead_VD = part.float() if dhead_VD is None else dhead_VD.add_(part)
     if not grads:
         return loss, None, None, None
     dx_TD, dnorm_D = torch.autograd.grad(h_TD, (x_leaf, norm_leaf), dh_TD)
     return loss, dx_TD, dnorm_D, dhead_VD
+
+
+def cross_entropy(logits_TV: Tensor, targets_T: Tensor, scale: float, grads: bool) -> Tensor:
+    """Summed loss, fp64. With grads the logits become, in place, the gradient of scale * loss. fp32 inside, in slabs of rows."""
+    loss = torch.zeros((), dtype=torch.float64, device=logits_TV.device)
+    for at in slabs(logits_TV):
+        target = targets_T[at, None]
+        has_target, index = target >= 0, target.clamp(min=0)
+        logits = logits_TV[at].to(torch.float32, copy=True)
+        largest, of_target = logits.amax(-1, keepdim=True), logits.gather(1, index)
+        e = logits.sub_(largest).exp_()
+        total = e.sum(-1, keepdim=True)
+        loss += torch.where(has_target, total.log().add_(largest).sub_(of_target), 0.0).sum(dtype=torch.float64)
+        if grads:
+            factor = has_target * scale
+            logits_TV[at] = e.mul_(factor / total).scatter_add_(1, index, -factor)
+    return loss
 
 
 def embed_tokens(tokens_T: Tensor, embed_VD: Tensor) -> Tensor:

@@ -240,6 +240,10 @@ class Tracker(TorchDispatchMode):
 
     active: "Tracker | None" = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled inside: spares a second for the import of the compiler, and time per operation
+
     def __init__(self, already: dict[str, Iterable[Tensor]]):
         super().__init__()
         self.known: dict[int, tuple[str, int]] = {}  # storage -> purpose, bytes

@@ -69,6 +69,7 @@ class Hyperparameters:
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
     # memory
     recompute: bool = True  # keep a layer's inputs and recompute it in the backward pass | False: keep all its activations
+    keep_layers: int = 0  # with recompute: of so many last layers all activations, which go before gradients fill the memory
     offload_fraction: float = 0.0  # of the layers: those whose inputs wait on the host for the backward pass
     offload_state: bool = False  # fp32 masters, moments and gradients live on the host; the optimizer streams them
     stream_chunk: int = 2**26  # values that the optimizer updates at a time; 0: a bucket. Bounds what streams through the device
@@ -151,13 +152,13 @@ class DeviceRow(NamedTuple):
 
 
 def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
-             train: bool = True, recompute: bool = True, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
+             train: bool = True, keep_layers: int = 0, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
-    values: of scale * (summed loss of all ranks). recompute=False keeps each layer's activations, but not its weights, from
-    the forward pass; else its inputs are kept in `inputs` (default: on the device). Returns (summed loss of this rank's
-    rows in nats, squared norm of the gradients owned here), fp64 on the device."""
+    values: of scale * (summed loss of all ranks). Of the last keep_layers layers all activations, but no weights, are kept
+    from the forward pass; of the others the inputs, in `inputs` (default: on the device). Returns (summed loss of this
+    rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
     T = len(rows[0].tokens_T)
     tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
     inputs, graphs, routes = inputs or Inputs(None, [], None), [], []
@@ -168,7 +169,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         return block(x_TD, w, rows[b].segments, tables if uses_rope(i, m) else None, route, state.bias_LX[i], dispatch, combine,
                      grid.local_experts(m), m)
 
-    # ---- forward: no autograd graph is kept, only each layer's input and its routing (or, with recompute=False, its graph)
+    # ---- forward: no autograd graph is kept, only each layer's input and its routing; of the last keep_layers their graph
     embedding = gather(state, ["embed"], grid, transport)
     ahead = gather(state, layer_buckets(0), grid, transport)
     table_VD = embedding.wait()["embed"]
@@ -177,12 +178,12 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
     for i in range(m.layers):
         w = label("weights", ahead.wait())
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
-        if train and recompute:
-            inputs.save(label("inputs", x))
-        if train and not recompute:
+        if train and i >= m.layers - keep_layers:
             graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
             x = [graph.y_TD.detach() for graph in graphs[-1]]
         else:
+            if train:
+                inputs.save(label("inputs", x))
             with torch.no_grad():
                 out = [layer(i, b, None, x[b], w) for b in range(len(rows))]  # breadth-first: all rows while w is here
             x, route = map(list, zip(*out))
@@ -206,12 +207,13 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
     reducing = reduce(state, ["final", "head"], grads, grid, transport)
     del grads
 
-    # ---- backward: each layer is recomputed from its input
+    # ---- backward: each layer is recomputed from its input, unless its graph is there
     for i in reversed(range(m.layers)):
         w = label("weights", ahead.wait())
         if i:
             ahead = gather(state, layer_buckets(i - 1), grid, transport, backward=True)
-        grads, recorded, x = {}, graphs.pop() if graphs else None, inputs.take() if recompute else None
+        grads, recorded = {}, graphs.pop() if graphs else []
+        x = [] if recorded else inputs.take()
         inputs.fetch_ahead(i - 1)
         for b in range(len(rows)):
             graph = recorded.pop(0) if recorded else Recorded(partial(layer, i, b, routes[i][b]), x.pop(0), w, forget=False)
@@ -343,9 +345,12 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
     if hp.offload_fraction > 1:
         raise ConfigError(f"--offload_fraction={hp.offload_fraction}: a fraction of the layers, 0 to 1")
-    if hp.offload_fraction and not hp.recompute:
-        raise ConfigError(f"--offload_fraction={hp.offload_fraction:g}: offloads the inputs that layers are recomputed from; use it with "
-                          "--recompute=True")
+    kept = hp.keep_layers if hp.recompute else m.layers
+    if kept > m.layers:
+        raise ConfigError(f"--keep_layers={kept}: the model has {m.layers} layers")
+    if hp.offload_fraction and offloaded_layers(m.layers, hp.offload_fraction) + kept > m.layers:
+        raise ConfigError(f"--offload_fraction={hp.offload_fraction:g}: offloads the inputs that layers are recomputed from, but of the last "
+                          f"{kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
     if hp.steps < 1:
@@ -358,6 +363,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     hp = dataclasses.replace(hp, dtype=dtype,
                              weight_transport=weights if hp.weight_transport == "auto" else hp.weight_transport,
                              grad_transport=grads if hp.grad_transport == "auto" else hp.grad_transport,
+                             keep_layers=hp.keep_layers if hp.recompute else m.layers,
                              seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
@@ -547,7 +553,7 @@ def planned_memory(hp: Hyperparameters, m: Model, grid: Grid) -> tuple[dict[str,
     state = {"masters": 4 * sum(values.values()), "moments": 4 * moments, "gradients": 4 * sum(values.values())}
     away = offloaded_layers(m.layers, hp.offload_fraction) if hp.offload_fraction else 0
     one_layer = hp.rows_per_rank * hp.seq_len * m.width * getattr(torch, hp.dtype).itemsize
-    inputs = {"inputs": (m.layers - away) * one_layer if hp.recompute else 0}
+    inputs = {"inputs": (m.layers - hp.keep_layers - away) * one_layer}
     arena = {"offloaded inputs": away * one_layer}
     return (state | arena, inputs) if hp.offload_state else (arena, state | inputs)
 
@@ -555,7 +561,8 @@ def planned_memory(hp: Hyperparameters, m: Model, grid: Grid) -> tuple[dict[str,
 def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place, out: Output):
     """Raises ConfigError on all ranks where what is certain to be needed cannot be had; else it is logged and recorded."""
     on_host, on_device = planned_memory(hp, m, grid)
-    fixes = f"use more nodes, another --size than {hp.size}, or lower --offload_fraction={hp.offload_fraction:g}"
+    lower = f", or lower --offload_fraction={hp.offload_fraction:g}" if hp.offload_fraction else ""
+    fixes = f"use more nodes or another --size than {hp.size}{lower}"
     if where.device.type == "cpu":
         on_host |= on_device
     else:
@@ -656,7 +663,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
-            sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), recompute=hp.recompute,
+            sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
                                         inputs=inputs)).tolist()
             # every rank now learns the loss, the norm, the next step's targets and who was told to stop
             numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)

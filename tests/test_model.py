@@ -426,25 +426,45 @@ def test_one_token(nan_rows):
           lambda *t: ref_experts(t[0], t[1], chosen, t[2], t[3]), tensors)
 
 
-def test_pairs_are_sorted_by_expert_and_point_at_their_tokens():
+@pytest.mark.parametrize("multiple", [1, 32])
+def test_pairs_are_sorted_by_expert_and_point_at_their_tokens(multiple, monkeypatch):
+    monkeypatch.setattr(model, "row_multiple", lambda device: multiple)
     m = model.model_of("debug", **TINY, max_per_group=2)
     _, chosen = expert_inputs(m)
     mine = range(4, 8)
     rows = model.count_rows(chosen, mine, m)
     pairs = model.sort_pairs(chosen, mine, 5, rows, model.most_per_token(4, m))
     want = sorted((int(chosen[t, j]), t, j) for t in range(70) for j in range(4) if int(chosen[t, j]) in mine)
-    ends = [sum(x <= e for x, _, _ in want) for e in mine]
+    counts = [sum(x == e for x, _, _ in want) for e in mine]
+    ends = torch.tensor([-(-c // multiple) * multiple for c in counts]).cumsum(0).tolist()
     assert pairs.offsets_X.tolist() == ends + ends[-1:] and pairs.offsets_X.dtype == torch.int32
-    assert pairs.token_P[: len(want)].tolist() == [t for _, t, _ in want]
-    assert pairs.choice_P[: len(want)].tolist() == [4 * t + j for _, t, j in want]
+    places = [start + i for start, c in zip([0, *ends], counts) for i in range(c)]
+    assert pairs.token_P[places].tolist() == [t for _, t, _ in want]
+    assert pairs.choice_P[places].tolist() == [4 * t + j for _, t, j in want]
+    padding = sorted({*range(len(pairs.choice_P))} - {*places})
+    assert (pairs.choice_P[padding] == 70 * 4).all() and ends[-1] <= len(pairs.token_P)
+    at = dict(zip(places, want))
     for t, slots in enumerate(pairs.slot_MS.tolist()):
-        assert [want[s][1:] for s in slots if s < rows] == [(t, j) for j in range(4) if int(chosen[t, j]) in mine]
+        assert [at[s][1:] for s in slots if s < len(pairs.token_P)] == [(t, j) for j in range(4) if int(chosen[t, j]) in mine]
+
+
+def test_padding_of_experts_changes_nothing(monkeypatch):
+    m = model.model_of("debug", **TINY, max_per_group=2)
+    (x, weights, gate_up, down), chosen = expert_inputs(m)
+    dy, found = torch.randn_like(x), []
+    for multiple in (1, 32):
+        monkeypatch.setattr(model, "row_multiple", lambda device: multiple)
+        y = slot_sum(x, weights, chosen, gate_up, down, 2, m)
+        found.append((y, *torch.autograd.grad(y, (x, weights, gate_up, down), dy)))
+    for a, b in zip(*found):
+        close(b, a, 1e-6)
 
 
 def test_experts_keep_three_arrays_of_pairs_and_the_weights():
     m = model.model_of("debug", **TINY)
     (x, weights, gate_up, down), chosen = expert_inputs(m)
-    P, (F2, D) = 280, gate_up.shape[1:]
+    F2, D = gate_up.shape[1:]
+    P = 280 + len(gate_up) * (model.row_multiple(CPU) - 1)
     kept = saved_shapes(lambda: slot_sum(x, weights, chosen, gate_up, down, 1, m))
     arrays = sorted(s for s in kept if P in s)
     assert arrays == sorted([(P, D), (P, F2), (P,), (P, F2 // 2)])

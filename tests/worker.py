@@ -115,7 +115,7 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
         scale = 1 / max(1, train.count_targets(rows)) / where.world  # averaged per rank, not per token
     losses, first_norm = [], None
     for step in range(count):
-        loss, squared = train.schedule(rows, state, grid, m, wire, scale, recompute=case.get("recompute", True), inputs=inputs)
+        loss, squared = train.schedule(rows, state, grid, m, wire, scale, keep_layers=case.get("keep", 0), inputs=inputs)
         totals = parallel.exchange([float(loss), float(squared)], grid, where.device).sum(0)
         losses.append(totals[0] / targets)
         norm = (totals[1] / grid.R) ** 0.5
