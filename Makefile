@@ -10,13 +10,14 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv train test eval sample clean
+.PHONY: help venv train test bench eval sample clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
+	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
 	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
 
@@ -39,6 +40,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	exec $(PY) -m pytest $(ARGS)
+
+bench: $(STAMP)
+	exec $(PY) bench.py $(ARGS)
 
 eval: $(STAMP)
 	exec $(PY) eval.py loss $(ARGS)

@@ -45,6 +45,9 @@ CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 
 PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
 TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
 ECHO_S = 0.5  # the same signal within this time is one request: timeout(1) and make signal both us and our group
+MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)  # how a process ends when the host has no more memory
+OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was out of memory: see out/hosts.jsonl for what was "
+                 "planned, use fewer ranks or more nodes, or lower --offload_fraction")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # Variables between launcher and ranks, beyond those of torchrun
@@ -453,6 +456,7 @@ class Ranks:
         self.codes: dict[int, int] = {}
         self.failed: int | None = None  # the first rank that failed
         self.failed_at = 0.0  # seconds on the monotonic clock
+        self.oom_kills_before = oom_kills()
         self.sent: dict[signal.Signals, float] = {}  # stop signals passed on, and when (monotonic seconds)
 
     def start(self, command: list[str], environments: list[dict[str, str]], messages: int) -> None:
@@ -530,7 +534,8 @@ class Ranks:
             self.failed_at = time.monotonic()
             code = self.codes[self.failed]
             if code < 0:
-                say(f"rank {self.failed} was killed by signal {-code} ({signal_name(-code)})")
+                say(f"rank {self.failed} was killed by signal {-code} ({signal_name(-code)})"
+                    + (OUT_OF_MEMORY if -code in MEMORY_SIGNALS and oom_kills() > self.oom_kills_before else ""))
             elif code != EXIT_CONFIG:
                 say(f"rank {self.failed} ended with exit code {code}")
 
@@ -540,6 +545,13 @@ class Ranks:
             code = self.codes[self.failed]
             return 128 - code if code < 0 else code
         return EXIT_STOPPED if EXIT_STOPPED in self.codes.values() else EXIT_OK
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory since it started; 0 where it does not tell."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as lines:
+        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+    return 0
 
 
 def signal_name(number: int) -> str:

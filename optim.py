@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model import ConfigError, Model
-from offload import homes, label, stream
+from offload import homes, stream
 from parallel import (Bucket, Grid, Pending, State, Transport, all_to_all_uneven, make_grid, pieces, share_texts, start_refresh,
                       travelling)
 
@@ -55,7 +55,11 @@ def kind_of(bucket: Bucket, optimizer: str) -> str:
     """Which optimizer updates a bucket: the table's, or AdamW for everything with --optimizer=adamw."""
     if optimizer not in ("muon", "adamw"):
         raise ConfigError(f"--optimizer={optimizer}: unknown; use muon or adamw")
-    return "adamw" if optimizer == "adamw" else bucket.rule.optimizer
+    kind = "adamw" if optimizer == "adamw" else bucket.rule.optimizer
+    if kind == "muon" and (vectors := [name for name, shape in bucket.params if len(shape) != 2]):
+        raise ConfigError(f"OWNERSHIP gives {bucket.name} to Muon, which takes matrices only, and {', '.join(vectors)} are none; give "
+                          "them to adamw")
+    return kind
 
 
 def init_moments(state: State, optimizer: str):

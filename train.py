@@ -78,7 +78,7 @@ class Hyperparameters:
     verbose_comm: bool = False  # print each collective of the first step
     # optimizer
     optimizer: str = "muon"  # muon (matrices; the rest AdamW) | adamw
-    lr: float = 5e-3  # peak; Muon's update is scaled so that both share it
+    lr: float = 3e-3  # peak; Muon's update is scaled so that both share it
     warmup: int = 20  # steps of linear warmup
     schedule: str = "cosine"  # cosine | constant
     final_lr: float = 0.05  # end of the cosine, as a fraction of lr
@@ -130,7 +130,7 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 #              -> gradients of head and last norm, over the shard
 #   backward
 #     layer i  <- weights i, -> weights i-1
-#                 dispatch             node: again, with the recorded routing; combine's transfer is left out
+#                 dispatch             node: again, with the recorded routing; combine's transfer is left out (kept layers: none)
 #                 gradients of combine (all-gather) and of dispatch (all-to-all and sum), node
 #              -> gradients i          column: of the experts; node (or shard): of the dense weights
 #              <- gradients i+1        dense: -> on over the column; with replicas: -> on over these. Each transfer so has
@@ -140,6 +140,9 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 #   update     -> dense slices         shard, all-to-all: each dense matrix whole at its owner     (optim.update)
 #              <- them, -> directions  shard, all-to-all: the slices of the update
 #              <- them, -> refresh     column, all-gather: 1/E of all new dense weights; <- at the end
+#
+# With offload: the layer's inputs leave (-> host) while it computes and come back while the layer above is recomputed; a finished
+# gradient leaves while the next layer computes; the optimizer's chunks of state stream in and out beside its own work.
 
 
 class DeviceRow(NamedTuple):

@@ -636,6 +636,26 @@ def test_loss_and_every_gradient_of_the_schedule_equal_the_composed_model(change
     assert abs(squared_norm / sum(g.square().sum() for g in exact.values()) - 1) < 1e-5
 
 
+@pytest.mark.parametrize("keep_layers", [0, 1, 2])
+def test_rows_breadth_first_equal_one_long_row(keep_layers):
+    """Whose documents are the same: to fp32 rounding, with recomputation and without."""
+    m = model.model_of("debug", **TINY)
+    grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
+    state = parallel.init_state(m, grid, 0, CPU)
+    a, b = random_row(40, m, [0, 17, 40]), random_row(40, m, [0, 40])
+    bounds = [0, 17, 40, 80]
+    long = train.DeviceRow(torch.cat((a.tokens_T, b.tokens_T)), torch.cat((a.targets_T, b.targets_T)),
+                           Segments(bounds, torch.tensor(bounds, dtype=torch.int32)), a.n_targets + b.n_targets)
+    results = []
+    for rows, keep in (([long], 0), ([a, b], keep_layers)):
+        loss, squared = train.schedule(rows, state, grid, m, parallel.Transport(torch.float32), 1 / 80, keep_layers=keep)
+        results.append((loss, squared, by_name(state.grad, state, m, grid)))
+    (loss, squared, grads), (loss_2, squared_2, grads_2) = results
+    assert abs(loss_2 / loss - 1) < 1e-6 and abs(squared_2 / squared - 1) < 1e-5
+    for name, grad in grads.items():
+        close(grads_2[name], grad, 2e-5)
+
+
 def test_recomputation_with_the_recorded_routing_has_the_same_gradients():
     """Bit for bit, though it leaves out what only the value needs. The recorded routing is used, not decided again: here it is
     one that the logits would never choose."""

@@ -503,3 +503,12 @@ def test_all_layouts_start_with_the_same_values(layout):
                 filled += p.stop - p.start
                 assert torch.equal(flat[p.at : p.at + p.stop - p.start], want[p.name].flatten()[p.start : p.stop])
             assert int((flat != 0).sum()) <= filled  # padding is zero
+
+
+def test_muon_for_a_vector_is_refused(monkeypatch):
+    monkeypatch.setitem(OWNERSHIP, "final_norm", OWNERSHIP["final_norm"]._replace(optimizer="muon"))
+    m = model.model_of("debug", **TINY)
+    state = init_state(m, make_grid(0, 1, 1, 1, m, connect=False), 0, CPU)
+    with pytest.raises(ConfigError, match="OWNERSHIP gives final to Muon, which takes matrices only, and final_norm are none"):
+        optim.init_moments(state, "muon")
+    optim.init_moments(state, "adamw")

@@ -143,18 +143,17 @@ def test_zeros_denormals_and_values_that_are_not_finite():
 
 
 def test_compressed_transports_follow_the_uncompressed_losses(tmp_path):
-    """50 steps of the debug model on its corpus, two nodes of two ranks, at a learning rate at which rounding does not grow: at
-    the default of 5e-3 single steps differ by more (LOG.md)."""
+    """The first 50 steps of the default run, two nodes of two ranks: fp8 gathers and bf16 gradients against none."""
     (ROOT / "data").mkdir(exist_ok=True)
     (tmp_path / "data").symlink_to(ROOT / "data")  # prepared once
     found = {}
     for name, weights, grads in (("plain", "compute", "fp32"), ("compressed", "fp8", "bf16")):
-        launch(2, 2, "train.py", f"--run={name}", "--steps=50", "--lr=2e-3", "--seq_len=256", "--val_every=0", "--wandb=off",
-               f"--weight_transport={weights}", f"--grad_transport={grads}", cwd=tmp_path)
+        launch(2, 2, "train.py", f"--run={name}", "--stop_at=50", "--val_every=0", "--wandb=off", f"--weight_transport={weights}",
+               f"--grad_transport={grads}", cwd=tmp_path)
         lines = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()
         found[name] = [json.loads(line)["loss"] for line in lines]
     difference = np.abs(np.subtract(found["plain"], found["compressed"]))
-    assert len(difference) == 50 and difference.max() < 0.01 and found["plain"][-1] < found["plain"][0] - 1
+    assert len(difference) == 50 and difference.max() < 0.01 and found["plain"][-1] < found["plain"][0] - 2
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -169,13 +168,14 @@ def test_the_sum_of_bf16_slices_is_the_fp64_sum_to_fp32_rounding_every_time(tmp_
 
 
 POISONED = [dict(name=f"{name}{poison}", poison=poison, lr=1e-3, **case) for poison in (0, 7) for name, case in {
-    "production": dict(steps=50, router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16"),
+    "production": dict(steps=50, router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16", offload=1.0,
+                       offload_state=True, stream=5000),
     "chunks": dict(steps=10, c=2, weights="bf16", dense="layer", chunk=1)}.items()]
 
 
 @pytest.mark.parametrize("nodes, ranks, replicas, many", [(2, 2, 1, 12), (4, 1, 2, 50)])
 def test_poison_changes_nothing(tmp_path, nodes, ranks, replicas, many):
-    """50 steps with NaN in every destination until it is waited for, and transfers at random moments."""
+    """50 steps with NaN in every destination until it is waited for, and transfers and copies at random moments."""
     cases = [case | dict(steps=min(case["steps"], many)) for case in POISONED]
     worker("layouts", nodes, ranks, tmp_path, replicas=replicas, cases=cases)
     results = json.loads((tmp_path / "results.json").read_text())

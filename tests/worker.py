@@ -105,8 +105,9 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
     wire, optimizer = transport(case), case.get("optimizer", "muon")
     plan = optim.plan_muon(state, grid, m, optimizer)
     optim.check_plan(plan, grid, where.device)
-    inputs = offload.make_inputs(m.layers, len(rows), (m.seq_len, m.width), wire.compute, case.get("offload", 0),
-                                 state.copies or offload.Copies(where.device))
+    copies = state.copies or offload.Copies(where.device)
+    copies.poison, copies.trace, copies.delay_s = parallel.WIRE.poison, parallel.WIRE.trace, case.get("delay_s", 0)
+    inputs = offload.make_inputs(m.layers, len(rows), (m.seq_len, m.width), wire.compute, case.get("offload", 0), copies)
     parallel.fill_own(state, wire)
     parallel.start_refresh(state, grid, wire)()
     targets = parallel.exchange([train.count_targets(rows)], grid, where.device).sum()
