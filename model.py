@@ -734,6 +734,10 @@ def embed_tokens(tokens_T: Tensor, embed_VD: Tensor) -> Tensor:
     return embed_VD.index_select(0, tokens_T)
 
 
-def embed_grad(tokens_T: Tensor, dx_TD: Tensor, vocab: int) -> Tensor:
-    """Gradient of the embedding table, fp32 [V, D]: needs the token ids only, not the table."""
-    return torch.ops.aten.embedding_dense_backward(dx_TD.float(), tokens_T, vocab, -1, False)
+def embed_grad(tokens_T: Tensor, dx_TD: Tensor, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Gradient of the embedding table [V, D], summed in fp32 and then rounded to dtype: needs the token ids only, not the table.
+    By quarters of the columns, so that little of it exists in fp32."""
+    grad_VD = dx_TD.new_empty(vocab, dx_TD.shape[1], dtype=dtype)
+    for part_VC, dx_TC in zip(grad_VD.chunk(4, 1), dx_TD.chunk(4, 1)):
+        part_VC.copy_(torch.ops.aten.embedding_dense_backward(dx_TC.float(), tokens_T, vocab, -1, False))
+    return grad_VD

@@ -750,14 +750,15 @@ def unpack(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
 
 
 def reduce(state: State, names: list[str], grads: dict[str, Tensor], grid: Grid, transport: Transport) -> list[Iterator]:
-    """Starts the reductions of the named buckets. grads: by short name, as Gathering.wait names the weights."""
+    """Starts the reductions of the named buckets. grads: by short name, as Gathering.wait names the weights; taken out of the
+    dict, so that each goes as soon as it has been sent."""
     started = []
     for name in names:
         bucket = state.buckets[name]
         if bucket.rule.owner == "expert":
-            started.append(reduce_experts(state, bucket, grads[bucket.rule.bucket], grid, transport))
+            started.append(reduce_experts(state, bucket, grads.pop(bucket.rule.bucket), grid, transport))
         else:
-            started.append(reduce_flat(state, bucket, {short: grads[short] for short, _ in bucket.params}, grid, transport))
+            started.append(reduce_flat(state, bucket, {short: grads.pop(short) for short, _ in bucket.params}, grid, transport))
         next(started[-1])
     return started
 

@@ -230,10 +230,8 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         reducing += started
 
     # ---- the embedding's gradient needs the token ids only
-    grads = {}
-    for b, row in enumerate(rows):
-        accumulate(grads, {"embed": embed_grad(row.tokens_T, dx[b], m.vocab)})
-    reducing += reduce(state, ["embed"], grads, grid, transport)
+    tokens, dx = torch.cat([row.tokens_T for row in rows]), torch.cat(dx)
+    reducing += reduce(state, ["embed"], {"embed": embed_grad(tokens, dx, m.vocab, transport.grads)}, grid, transport)
     advance(reducing, to_the_end=True)
     return loss, sum(state.squared[name] for name in state.buckets)  # in a fixed order, whatever came home first
 
