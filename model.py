@@ -293,7 +293,7 @@ QUERY_BLOCK = 128  # queries that are scored at a time: their scores stay in a C
 
 class SegmentAttention(Function):
     """Causal attention inside each segment, none across, block of queries by block of queries. Saves its inputs; the backward
-    pass computes the probabilities again (Dao et al. 2022). Products in the inputs' type, softmax in fp32.
+    pass computes the probabilities again (Dao et al. 2022). Products, and so the scores, in the inputs' type; softmax in fp32.
 
     A CPU's scaled_dot_product_attention takes 2 to 3 times as long in bf16, forward and backward (LOG.md)."""
 
@@ -545,7 +545,7 @@ class TakeWeights(Function):
 
 
 class GroupedLinear(Function):
-    """y[p] = w[x] y[p] for the rows p of each expert x. Saves both. value=False: only its gradient's path, y is zeros."""
+    """y[p] = w[x] rows[p] for the rows p of each expert x. Saves both. value=False: only its gradient's path, y is zeros."""
 
     @staticmethod
     def forward(ctx, rows_PI, w_XOI, offsets_X, value):
@@ -647,7 +647,7 @@ class Recorded:
 
         def pack(x: Tensor):
             name, base = place.get(x.untyped_storage()._cdata, (None, 0))
-            return x if name is None else (name, x.size(), x.stride(), x.storage_offset() - base)
+            return x.detach() if name is None else (name, x.size(), x.stride(), x.storage_offset() - base)
 
         def unpack(saved):
             if isinstance(saved, Tensor):
@@ -670,7 +670,8 @@ def most_per_token(n_local: int, m: Model) -> int:
 
 def even_load(mine: range, m: Model) -> bool:
     """Whole groups lie here and each gets the same load: every token has the same number of pairs here."""
-    return m.even_groups and len(mine) % (m.experts // m.groups) == 0
+    per_group = m.experts // m.groups
+    return m.even_groups and mine.start % per_group == 0 and len(mine) % per_group == 0
 
 
 def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:

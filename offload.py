@@ -1,9 +1,9 @@
 """Memory: what lives on the host, how it gets to the device and back, and who counts it.
 
-    arenas     host memory that is taken once at start-up, a slab per purpose, pinned where there is an accelerator
+    arenas     host memory that is taken once at start-up, a slab per purpose, pinned for CUDA
     copies     between device and arenas, beside the computation: on streams of their own, on a CPU in threads
     inputs     the layers' inputs, kept from the forward to the backward pass, some of them in an arena
-    stream     optimizer state from its arenas through the device, chunk by chunk in double buffers
+    stream     optimizer state from its arenas through the device, chunk by chunk: one comes, one is worked on, one goes
     tracking   bytes of live tensors by purpose, on any device
     report     host memory by NUMA node beside the planned use, and the refusal where it cannot fit
 
@@ -52,13 +52,14 @@ class Arena:
             self.slab = torch.empty(nbytes, dtype=torch.uint8)
             self.slab.fill_(0)
         except RuntimeError as error:
+            lower = "lower --offload_fraction" if purpose == "inputs" else "use --offload_state=False"
             raise ConfigError(f"host {socket.gethostname()}: {nbytes / GIB:.1f} GiB of host memory for {purpose} could not be had "
-                              f"({error}); lower --offload_fraction, or use more nodes") from error
+                              f"({error}); {lower}, or use more nodes") from error
         if device.type == "cuda" and nbytes:
             failed = torch.cuda.cudart().cudaHostRegister(self.slab.data_ptr(), nbytes, 0)
             if int(failed):
                 raise ConfigError(f"host {socket.gethostname()}: pinning {nbytes / GIB:.1f} GiB for {purpose} failed ({failed}); raise "
-                                  "the limit of locked memory (ulimit -l), or lower --offload_fraction")
+                                  "the limit of locked memory (ulimit -l)")
 
     @classmethod
     def bytes_of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -93,8 +94,11 @@ class Copy:
     def wait(self) -> Tensor:
         if self._copies.trace is not None:
             self._copies.trace.append(("wait", self._what))
+        self._copies.in_flight -= 1
         if isinstance(self._done, Future):
             self._done.result()
+        elif callable(self._done):
+            self._done()
         else:
             torch.accelerator.current_stream().wait_event(self._done)
         target = self._keep[1]
@@ -109,7 +113,9 @@ class Copies:
         self.device = device
         self.trace: list | None = None  # (event, what) in program order, where a test wants it
         self.delay_s = 0.0  # of each copy on a CPU: tests make the link slow
-        self.poison: np.random.Generator | None = None  # targets hold NaN until wait, copies are late at random
+        self.poison: np.random.Generator | None = None  # targets hold NaN until wait; copies happen late at random, even in
+        # wait, and keep nothing alive: a source or target that was dropped or changed before wait shows
+        self.in_flight = 0  # started and not waited for
         if device.type == "cpu":
             self.lanes = {way: ThreadPoolExecutor(1, f"copies-{way}") for way in ("out", "in")}
         else:
@@ -126,11 +132,11 @@ class Copies:
     def _start(self, way: str, what: str, source: Tensor, target: Tensor) -> Copy:
         if self.trace is not None:
             self.trace.append(("start", what))
+        self.in_flight += 1
         lane, delay_s = self.lanes[way], self.delay_s
         if isinstance(lane, ThreadPoolExecutor):
             if self.poison is not None:
-                target.fill_(float("nan"))
-                delay_s += self.poison.random() * 2e-3
+                return Copy(self, what, source, target, self._poisoned(lane, source, target))
 
             def copy():
                 time.sleep(delay_s)
@@ -141,6 +147,27 @@ class Copies:
         with lane:
             target.copy_(source, non_blocking=True)
             return Copy(self, what, source, target, lane.record_event())
+
+    def _poisoned(self, lane: ThreadPoolExecutor, source: Tensor, target: Tensor):
+        target.fill_(255 if target.dtype == torch.uint8 else float("nan"))
+        source, target, delay_s = weakref.ref(source), weakref.ref(target), self.poison.random() * 2e-3
+
+        def copy():
+            time.sleep(delay_s)
+            here, there = source(), target()
+            if here is None or there is None:
+                raise RuntimeError("a buffer of a copy in flight was dropped before wait()")
+            there.copy_(here)
+
+        return copy if self.poison.random() < 0.5 else lane.submit(copy)
+
+    def finish(self):
+        """Before the host reads an arena: `wait` makes the device's stream wait only. Raises RuntimeError if a copy was never
+        waited for."""
+        if self.in_flight:
+            raise RuntimeError(f"{self.in_flight} copies between host and device were never waited for")
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -166,15 +193,21 @@ class Inputs:
 
     def save(self, x: list[Tensor]):
         """Of the next layer."""
-        for copy in self.leaving:  # the ones of the layer before: their device memory is free from here on
-            copy.wait()
-        i, self.leaving = len(self.kept), []
+        self.wait_for_leaving()
+        i = len(self.kept)
         if i < len(self.slots):
             self.leaving = [self.copies.send("inputs out", x_TD, slot) for x_TD, slot in zip(x, self.slots[i])]
         self.kept.append(x if not self.leaving else None)
 
+    def wait_for_leaving(self):
+        """For the inputs of the layer before: their device memory is free from here on."""
+        for copy in self.leaving:
+            copy.wait()
+        self.leaving = []
+
     def fetch_ahead(self, i: int):
         """Starts bringing layer i's inputs back, if they are away."""
+        self.wait_for_leaving()
         if 0 <= i < len(self.slots):
             self.kept[i] = [self.copies.fetch("inputs in", slot) for slot in self.slots[i]]
 
@@ -248,6 +281,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, already: dict[str, Iterable[Tensor]]):
         super().__init__()
         self.known: dict[int, tuple[str, int]] = {}  # storage -> purpose, bytes
+        self.finalizers: list[weakref.finalize] = []
         self.live, self.total, self.peak, self.at_peak = Counter(), 0, 0, Counter()
         self.already = already
 
@@ -256,11 +290,13 @@ class Tracker(TorchDispatchMode):
         for purpose, tensors in self.already.items():
             for x in tensors:
                 self.see(x, purpose)
-        self.already = None
+        self.already = set(self.known)
         return super().__enter__()
 
     def __exit__(self, *args):
         Tracker.active = None
+        for finalizer in self.finalizers:  # what lives on must not hold this
+            finalizer.detach()
         return super().__exit__(*args)
 
     def see(self, x: Tensor, purpose: str):
@@ -269,7 +305,7 @@ class Tracker(TorchDispatchMode):
         if key in self.known:
             return
         self.known[key] = purpose, storage.nbytes()
-        weakref.finalize(storage, self.forget, key)
+        self.finalizers.append(weakref.finalize(storage, self.forget, key))
         self.add(purpose, storage.nbytes())
 
     def add(self, purpose: str, nbytes: int):
@@ -280,11 +316,13 @@ class Tracker(TorchDispatchMode):
 
     def forget(self, key: int):
         purpose, nbytes = self.known.pop(key)
+        self.already.discard(key)  # the address may be taken again
         self.add(purpose, -nbytes)
 
     def relabel(self, x: Tensor, purpose: str):
+        """But for what was there before: gathered weights may be the masters themselves."""
         key = x.untyped_storage()._cdata
-        if key in self.known and self.known[key][0] != purpose:
+        if key in self.known and key not in self.already and self.known[key][0] != purpose:
             old, nbytes = self.known[key]
             self.known[key] = purpose, nbytes
             self.live[old] -= nbytes

@@ -296,6 +296,7 @@ def apply_muon(master: Tensor, direction: Tensor, lr: float, decay: float):
 def adamw(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, lr: float, decay: float, clip: float, step: int):
     """AdamW with bias correction (Loshchilov and Hutter 2019); all fp32, in place, torch's fused kernel: one pass over memory.
     The gradient is scaled in place as well."""
-    unscale, count = (torch.tensor(x, dtype=torch.float32, device=master.device) for x in (1 / clip, step + 1))
+    # full, unlike tensor, copies nothing from the host, which would wait for it
+    unscale, count = (torch.full((), x, dtype=torch.float32, device=master.device) for x in (1 / clip, step + 1))
     torch._fused_adamw_([master], [grad], [m], [v], [], [count], lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=decay,
                         eps=EPS, amsgrad=False, maximize=False, grad_scale=unscale)

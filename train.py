@@ -572,10 +572,10 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
             raise ConfigError(f"each device has {has / GIB:.1f} GiB of memory, a rank would hold {sum(on_device.values()) / GIB:.1f} "
                               f"({describe(on_device)}); use --offload_state=True, more nodes, or another --size than {hp.size}")
     reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
-    check_hosts(reports, fixes)
     if out.active:
         for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
             out.log(line)
+    check_hosts(reports, fixes)
 
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
@@ -596,8 +596,8 @@ def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: 
         manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
         check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
         step = manifest["step"]
-    state = init_state(m, grid, hp.seed, device, hp.offload_state)
-    optim.init_moments(state, hp.optimizer)
+    state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)  # arenas may not be had
+    together(lambda: optim.init_moments(state, hp.optimizer), grid, device)
     if not chosen:
         return state, 0
     together(lambda: checkpoint.load(Path(chosen), state, grid, m), grid, device)
@@ -650,8 +650,9 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     flops, times = flops_per_token(m, mean_segment(rows)), []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
-    inputs = make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
-                         hp.offload_fraction, state.copies or Copies(device))
+    copies = state.copies or Copies(device)
+    inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
+                                          hp.offload_fraction, copies), grid, device)
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
@@ -692,6 +693,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         report(run, step, measured, flops, times)
         if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
             out.progress(step, "checkpoint")
+            copies.finish()
             checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
         if ending:
             out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"

@@ -1,6 +1,7 @@
 """offload.py: arenas, copies, streamed state, kept and tracked memory, the host's report and its refusals."""
 
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,7 @@ import offload
 import optim
 import parallel
 import train
-from model import ConfigError, model_of
+from model import ConfigError, model_of, param_shapes
 
 CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------------------------------------------
 
 SAME = {"resident": dict(), "some inputs": dict(offload=0.5), "state": dict(offload_state=True),
-        "odd chunks": dict(offload=1.0, offload_state=True, stream=7777), "an expert at a time": dict(offload_state=True, stream=1)}
+        "kept": dict(keep=1), "kept and offloaded": dict(keep=1, offload=1.0), "odd chunks": dict(offload=1.0, offload_state=True, stream=7777), "an expert at a time": dict(offload_state=True, stream=1)}
 VARIANTS = {
     "muon": dict(),
     "adamw": dict(optimizer="adamw"),
@@ -81,14 +82,26 @@ def test_a_copy_keeps_what_it_needs_until_wait_and_poison_shows_an_early_read():
     copies = offload.Copies(CPU)
     copies.poison = np.random.default_rng(0)
     arena = offload.Arena("test", 4096, CPU)
-    slot = arena.take((8, 8), torch.float32)
-    x = torch.arange(64.0).view(8, 8)
-    copy = copies.send("out", x, slot)
-    want, early = x.clone(), slot.clone()
-    del x
-    assert early.isnan().any()
-    assert torch.equal(copy.wait(), want)
-    assert torch.equal(copies.fetch("in", slot).wait(), want)
+    slots, want = [arena.take((8, 8), torch.float32) for _ in range(4)], torch.arange(64.0).view(8, 8)
+    early, started = [], []
+    for slot in slots:  # some are copied in a thread, some in wait
+        started.append(copies.send("out", want.clone(), slot))
+        early.append(slot.isnan().any())
+    assert any(early)
+    with pytest.raises(RuntimeError, match="4 copies between host and device were never waited for"):
+        copies.finish()
+    for copy, slot in zip(started, slots):
+        assert torch.equal(copy.wait(), want) and torch.equal(copies.fetch("in", slot).wait(), want)
+    copies.finish()
+    dropped = 0
+    for _ in range(8):
+        copy = copies.send("out", want.clone(), slots[0])
+        copy._keep = (None, slots[0])
+        try:
+            copy.wait()
+        except RuntimeError as error:
+            dropped += "dropped before wait()" in str(error)
+    assert dropped
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -115,11 +128,11 @@ def test_an_arena_that_cannot_be_had_names_the_host_and_the_setting():
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def peaks(steps: int, rows: int = 1, keep_layers: int = 0, layers: int = 4) -> tuple[list[int], Counter, object]:
+def peaks(steps: int, rows: int = 1, keep_layers: int = 0, layers: int = 4, compute=torch.float32) -> tuple[list[int], Counter, object]:
     """Tracked peak of each step of one rank, and what it was made of in the last."""
     m = model_of("debug", layers=layers, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32, vocab=250, seq_len=40)
     grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
-    state, transport = parallel.init_state(m, grid, 0, CPU), parallel.Transport(torch.float32, dense="step")
+    state, transport = parallel.init_state(m, grid, 0, CPU), parallel.Transport(compute, dense="step")
     optim.init_moments(state, "muon")
     plan, inputs = optim.plan_muon(state, grid, m, "muon"), offload.Inputs(None, [], None)
     parallel.start_refresh(state, grid, transport)()
@@ -154,6 +167,23 @@ def test_activations_of_the_last_layers_take_what_gradients_take_later():
     """Kept ones of the last layer are gone before the gradients of the first are there."""
     kept = [peaks(1, keep_layers=keep, layers=12)[0][0] for keep in (0, 1, 12)]
     assert kept[0] <= kept[1] < kept[2] and kept[1] - kept[0] < (kept[2] - kept[0]) / 12
+
+
+def test_kept_graphs_hold_no_weights():
+    """In bf16 weights are no views of the masters: at the peak there are those of the layer at work and of the next."""
+    _, at_peak, m = peaks(1, keep_layers=6, layers=6, compute=torch.bfloat16)
+    a_layer = 2 * sum(math.prod(shape) for name, shape in param_shapes(m).items() if name.startswith("layers.0."))
+    assert at_peak["weights"] <= 2 * a_layer
+
+
+def test_offloaded_state_lies_in_one_slab_per_purpose():
+    m = model_of("debug", layers=2, width=64, expert_width=32, vocab=256)
+    state = parallel.init_state(m, parallel.make_grid(0, 1, 1, 1, m, connect=False), 0, CPU, offload=True)
+    optim.init_moments(state, "muon")
+    for tensors in (state.master, state.slots, *({n: k[kind] for n, k in state.moments.items() if kind in k}
+                                                 for kind in ("momentum", "m", "v"))):
+        assert len({x.untyped_storage()._cdata for x in tensors.values()}) == 1
+    assert len({x.untyped_storage()._cdata for x in (state.master["head"], state.slots["head"], *state.moments["head"].values())}) == 4
 
 
 def test_the_tracker_sees_storages_once_and_their_purposes():

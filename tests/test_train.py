@@ -120,7 +120,7 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
         done = run(here, "config", "--steps=8", change, nodes=1, ranks=1, check=False)
         assert done.returncode == EXIT_CONFIG and named in done.stderr and "--run=NAME" in done.stderr, done.stderr
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
-    assert "another --lr: 0.005 -> 0.001" in run(here, "config", "--steps=8", "--lr=1e-3", nodes=1, ranks=1).stdout
+    assert "another --lr: 0.003 -> 0.001" in run(here, "config", "--steps=8", "--lr=1e-3", nodes=1, ranks=1).stdout
 
 
 def test_a_checkpoint_loads_at_another_layout(here):
@@ -199,7 +199,7 @@ def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
     assert len(list(root.glob("abandoned-*-step-00000008"))) == 1
     done = run(here, "way", "--steps=8", "--lr=1e-3", nodes=1, ranks=1)
     assert "resumed from out/way/ckpt/step-00000006" in done.stdout
-    assert "resumed with another --lr: 0.005 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
+    assert "resumed with another --lr: 0.003 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
 
 
 def test_a_rank_that_cannot_write_ends_the_run_and_loses_nothing(here, tmp_path):

@@ -169,7 +169,7 @@ def test_the_sum_of_bf16_slices_is_the_fp64_sum_to_fp32_rounding_every_time(tmp_
 
 POISONED = [dict(name=f"{name}{poison}", poison=poison, lr=1e-3, **case) for poison in (0, 7) for name, case in {
     "production": dict(steps=50, router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16", offload=1.0,
-                       offload_state=True, stream=5000),
+                       offload_state=True, stream=5000, keep=1),
     "chunks": dict(steps=10, c=2, weights="bf16", dense="layer", chunk=1)}.items()]
 
 

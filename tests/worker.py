@@ -125,6 +125,7 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
             after_first(norm)
         optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step, wire,
                      chunk=case.get("stream", 0))
+        copies.finish()
     return losses, first_norm
 
 
