@@ -346,7 +346,7 @@ def logits(tokens_T: Tensor, bounds: list[int], weights: dict, m: Model, last: b
     x_TD = embed_tokens(tokens_T, weights["embed"])
     for i, w in enumerate(weights["layers"]):
         rope = (cos[:T], sin[:T]) if uses_rope(i, m) else None
-        x_TD, _ = block(x_TD, w, segments, rope, None, weights["bias_LX"][i], lambda *tokens: tokens, lambda y_TD: y_TD,
+        x_TD, _ = block(x_TD, w, segments, rope, None, weights["bias_LX"][i], lambda *tokens: tokens, lambda y_TD, value: y_TD,
                         range(m.experts), m)
     return (rms_norm(x_TD[-1:] if last else x_TD, weights["final_norm"]) @ weights["head"].T).float()
 
