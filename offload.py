@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Arena:
     def __init__(self, purpose: str, nbytes: int, device: torch.device):
         self.purpose, self.used = purpose, 0
         try:
-            self.slab = torch.empty(nbytes, dtype=torch.uint8)
+            self.slab = torch.empty(nbytes, dtype=torch.uint8, device=device if device.type == "meta" else "cpu")
             self.slab.fill_(0)
         except RuntimeError as error:
             raise ConfigError(f"host {socket.gethostname()}: {nbytes / GIB:.1f} GiB of host memory for {purpose} could not be had "
@@ -95,6 +95,8 @@ class Copy:
             self._copies.trace.append(("wait", self._what))
         if isinstance(self._done, Future):
             self._done.result()
+        elif callable(self._done):
+            self._done()
         else:
             torch.accelerator.current_stream().wait_event(self._done)
         target = self._keep[1]
@@ -110,9 +112,11 @@ class Copies:
         self.trace: list | None = None  # (event, what) in program order, where a test wants it
         self.delay_s = 0.0  # of each copy on a CPU: tests make the link slow
         self.poison: np.random.Generator | None = None  # targets hold NaN until wait, copies are late at random
+        # dry run, on a meta device: told (way, what, bytes) of each copy, which is not made; returns what its wait calls
+        self.record: Callable[[str, str, int], Callable[[], None]] | None = None
         if device.type == "cpu":
             self.lanes = {way: ThreadPoolExecutor(1, f"copies-{way}") for way in ("out", "in")}
-        else:
+        elif device.type != "meta":
             self.lanes = {way: torch.Stream(device) for way in ("out", "in")}
 
     def send(self, what: str, source: Tensor, target: Tensor) -> Copy:
@@ -126,6 +130,8 @@ class Copies:
     def _start(self, way: str, what: str, source: Tensor, target: Tensor) -> Copy:
         if self.trace is not None:
             self.trace.append(("start", what))
+        if self.record is not None:
+            return Copy(self, what, source, target, self.record(way, what, source.nbytes))
         lane, delay_s = self.lanes[way], self.delay_s
         if isinstance(lane, ThreadPoolExecutor):
             if self.poison is not None:

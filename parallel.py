@@ -181,6 +181,8 @@ class Wire:
     trace: list | None = None  # (event, what) in program order, where a test wants it
     tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
     poison: np.random.Generator | None = None  # see PoisonedPending
+    # dry run: told (kind, group, purpose, bytes sent, input, output) of each collective, which does not run; returns its Work
+    record: Callable | None = None
 
     def started(self, kind: str, group: Group, purpose: str, sent: int):
         self.calls[group.name, purpose] += 1
@@ -254,6 +256,8 @@ def poison(x: Tensor):
 def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sent: int) -> Pending:
     """Counts a collective and starts it; op(out, x) returns the Work."""
     WIRE.started(kind, group, purpose, sent)
+    if WIRE.record is not None:
+        return Pending(purpose, WIRE.record(kind, group, purpose, sent, x, out), (x, out), None)
     work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
     return Pending(purpose, work, (x, out), None)
 
@@ -602,6 +606,8 @@ def init_state(m: Model, grid: Grid, seed: int, device: torch.device, offload: b
     shapes = {name: bucket.owned for name, bucket in buckets.items()}
     master = homes("masters", shapes, device, offload)
     for name, bucket in buckets.items():
+        if device.type == "meta":
+            continue
         flat = master[name].view(-1)
         for p in pieces(bucket, m, grid):
             flat[p.at : p.at + p.stop - p.start] = initial_values(seed, p.name, p.start, p.stop, init_std(p.name, m))
