@@ -190,16 +190,23 @@ ROUTING = MOVES | {"aten::sort", "aten::scatter_", "aten::scatter_add_", "aten::
 class Kind(NamedTuple):
     name: str
     view: bool  # its results are views: costs nothing
-    writes: bool  # its first argument is changed in place
+    writes: bool  # it changes an argument
+    in_place: bool  # it changes its first argument and returns it
 
 
 @lru_cache(maxsize=None)
 def kind_of(func) -> Kind:
     schema = func._schema
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
-    first = schema.arguments[0].alias_info if schema.arguments else None
+    changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     view = bool(aliases) and not any(a.is_write for a in aliases) or schema.name in FREE
-    return Kind(schema.name, view, bool(first is not None and first.is_write))
+    return Kind(schema.name, view, any(changed), sum(changed) == 1 and changed[0] and len(aliases) == 1 and schema.name[-1] == "_")
+
+
+def form(args: tuple) -> tuple:
+    """All that the result's shape can depend on, hashable."""
+    return tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else
+                 form(tuple(x)) if isinstance(x, (list, tuple)) else (type(x), x) for x in args)
 
 
 def touched(x: Tensor) -> int:
@@ -266,7 +273,7 @@ class Recorder(Tracker):
     def __init__(self, already: dict, bounds: dict[int, list[int]], sort_passes: float = 4):
         super().__init__(already)
         self.events: list = []
-        self.phase, self.work, self.copies = "forward", None, 0
+        self.phase, self.work, self.copies, self.forms = "forward", None, 0, {}
         self.bounds, self.sort_passes = bounds, sort_passes  # storage of a row's bounds on the device -> the bounds
 
     def see(self, x: Tensor, purpose: str):
@@ -277,17 +284,36 @@ class Recorder(Tracker):
         kind = kind_of(func)
         if kind.name == "aten::_fused_adamw_":
             return self.fused_adamw(args)
-        out = func(*args, **(kwargs or {}))
+        out = self.result(func, kind, args, kwargs or {})
         outputs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
         for x in outputs:
             self.see(x, "transient")
         if not kind.view and any(x.is_meta for x in outputs):
             inputs = [x for part in (*args, *(kwargs or {}).values())
                       for x in (part if isinstance(part, (tuple, list)) else (part,)) if isinstance(x, Tensor)]
-            self.note(kind, args, inputs, outputs)
+            self.note(kind, inputs, outputs)
         return out
 
-    def note(self, kind: Kind, args, inputs: list[Tensor], outputs: list[Tensor]):
+    def result(self, func, kind: Kind, args: tuple, kwargs: dict):
+        """What the operation returns. Meta kernels are slow (0.1 ms): those that change an argument in place are not run, of the
+        others each form is run once and later results are made like the first."""
+        if kind.in_place and args[0].is_meta:
+            return args[0]
+        if kind.view or kind.writes or kind.name in FREE:
+            return func(*args, **kwargs)
+        key = func, form(args), form(tuple(kwargs.items()))
+        if key not in self.forms:
+            out = func(*args, **kwargs)
+            parts = out if isinstance(out, (tuple, list)) else (out,)
+            plain = all(isinstance(x, Tensor) and x.is_meta and x.storage_offset() == 0 for x in parts)
+            self.forms[key] = (type(out), [(x.shape, x.stride(), x.dtype) for x in parts]) if plain else None
+            return out
+        if (known := self.forms[key]) is None:
+            return func(*args, **kwargs)
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in known[1]]
+        return made[0] if known[0] is Tensor else tuple(made)
+
+    def note(self, kind: Kind, inputs: list[Tensor], outputs: list[Tensor]):
         name, flops = kind.name.removeprefix("aten::"), 0
         if kind.name in ATTENTION:
             q = next(x for x in inputs if x.dim() == 3)
@@ -472,3 +498,641 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
     parallel.fill_own(state, transport)
     parallel.start_refresh(state, grid, transport)()
     return state, optim.plan_muon(state, grid, m, hp.optimizer), inputs
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Replay
+# ------------------------------------------------------------------------------------------------------------------
+
+EFFICIENCY = {"expert products": "expert_efficiency", "attention": "attention_efficiency",
+              "attention gradient": "attention_back_efficiency"}
+INFINIBAND, NVLINK, C2C_IN, C2C_OUT = "InfiniBand", "NVLink", "C2C in", "C2C out"
+
+
+def links_of(s: Start, grid: parallel.Grid) -> dict[str, float]:
+    """Bytes of a transfer that this rank puts on each link. Groups across nodes split: of a gather, what other nodes hold comes in
+    over this rank's own network card once and is passed on inside the node; of an all-to-all each part goes where it goes."""
+    if s.kind == "copy":
+        return {C2C_IN if s.group == "in" else C2C_OUT: s.sent}
+    if s.group == "node":
+        return {NVLINK: s.sent}
+    if s.group in ("column", "replica"):
+        return {INFINIBAND: s.sent}
+    nodes, peers = s.size // grid.E, s.size - 1  # shard and world
+    far = s.sent * ((nodes - 1) if s.kind == "all-gather" else (s.size - grid.E)) / peers
+    return {name: count for name, count in {INFINIBAND: far, NVLINK: s.sent - far}.items() if count}
+
+
+def latency(s: Start, grid: parallel.Grid, r: dict[str, float]) -> float:
+    """Seconds of a transfer without bytes: a ring's steps, or the posts of an all-to-all."""
+    if s.kind == "copy":
+        return r.get("copy_s", r["base_s"])
+    nodes = 1 if s.group == "node" else s.size if s.group in ("column", "replica") else s.size // grid.E
+    if s.kind == "all-to-all":
+        return r["base_s"] + (r["net_hop_s"] if nodes > 1 else r["node_hop_s"]) + r["peer_s"] * (s.size - 1)
+    rounds = 2 if s.kind == "all-reduce" else 1
+    return r["base_s"] + rounds * ((nodes - 1) * r["net_hop_s"] + (s.size - nodes) * r["node_hop_s"])
+
+
+class Flow:
+    """A transfer on its way: first its latency passes, then its bytes on each link."""
+
+    def __init__(self, start: Start, latency_s: float, left: dict[str, float], ctas: float):
+        self.start, self.latency_s, self.left, self.ctas = start, latency_s, left, ctas
+        self.issued = self.begun = self.end = None
+
+
+class Transfers:
+    """All queues and links. A group's transfers run one after the other; those that are on a link share it evenly."""
+
+    def __init__(self, link_rates: dict[str, float]):
+        self.now, self.rates = 0.0, link_rates
+        self.queues: dict[str, list[Flow]] = defaultdict(list)
+        self.active: list[Flow] = []
+        self.done: list[Flow] = []
+        self.busy = Counter()  # link -> seconds with something on it
+
+    def add(self, flow: Flow):
+        flow.issued = self.now
+        queue = self.queues[flow.start.group]
+        queue.append(flow)
+        if queue[0] is flow:
+            flow.begun = self.now
+            self.active.append(flow)
+
+    def held(self) -> float:
+        return sum(flow.ctas for flow in self.active)
+
+    def next_change(self) -> tuple[float, dict[str, float]]:
+        """(seconds until a latency or a part of a flow is over, rate of each link's flows)."""
+        on = Counter(link for flow in self.active if flow.latency_s <= 0 for link in flow.left)
+        shares = {link: self.rates[link] / count for link, count in on.items()}
+        soonest = math.inf
+        for flow in self.active:
+            if flow.latency_s > 0:
+                soonest = min(soonest, flow.latency_s)
+            for link, count in flow.left.items() if flow.latency_s <= 0 else ():
+                soonest = min(soonest, count / shares[link])
+        return soonest, shares
+
+    def advance(self, seconds: float, shares: dict[str, float]):
+        """By at most what next_change said."""
+        self.now += seconds
+        for link in shares:
+            self.busy[link] += seconds
+        for flow in list(self.active):
+            if flow.latency_s > 0:
+                flow.latency_s = flow.latency_s - seconds if flow.latency_s - seconds > 1e-12 else 0.0
+            else:
+                for link in list(flow.left):
+                    flow.left[link] -= seconds * shares[link]
+                    if flow.left[link] < 1e-3:
+                        del flow.left[link]
+            if flow.latency_s <= 0 and not flow.left:
+                self.finish(flow)
+
+    def finish(self, flow: Flow):
+        flow.end = self.now
+        self.active.remove(flow)
+        self.done.append(flow)
+        queue = self.queues[flow.start.group]
+        queue.pop(0)
+        if queue:
+            queue[0].begun = self.now
+            self.active.append(queue[0])
+
+
+class Timeline(NamedTuple):
+    step_s: float
+    compute: Counter  # (phase, class) -> seconds, the slowdown by transfers included
+    slowed_s: float  # of these: because transfers held SMs
+    exposed: Counter  # (group, purpose) -> seconds that the compute stream waited
+    launch_s: float  # seconds that the device waited for the launching CPU
+    phases: Counter  # phase -> seconds
+    flows: list[Flow]
+    spans: list[tuple[str, str, float, float]]  # (phase, class, start, end) of the compute stream
+    busy: Counter  # link -> seconds
+    link_bytes: Counter
+
+
+def op_seconds(op: Op, r: dict[str, float]) -> tuple[float, bool]:
+    """(seconds on an idle device, whether products bound it)."""
+    peak, share = (r["peak_fp32"], r["fp32_efficiency"]) if op.wide else (r["peak_bf16"], r["dense_efficiency"])
+    products = op.flops / (peak * r.get(EFFICIENCY.get(op.work, ""), share)) if op.flops else 0.0
+    memory = op.nbytes / (r["memory_rate"] * r["memory_efficiency"])
+    return max(products, memory), products > memory
+
+
+def merged(events: list, r: dict[str, float], attention: float, penalties: dict[str, float]):
+    """Events with the operations between two transfers added up by class: (phase, class) -> [bound by products, by memory, count],
+    seconds. attention: factor on attention's time."""
+    here: dict = {}
+    for event in events:
+        if isinstance(event, Op):
+            seconds, products = op_seconds(event, r)
+            cell = here.setdefault((event.phase, event.work), [0.0, 0.0, 0])
+            cell[0 if products else 1] += seconds * (attention if event.work.startswith("attention") else 1)
+            cell[2] += 1
+        else:
+            if here:
+                yield here
+                here = {}
+            yield event
+    if here:
+        yield here
+
+
+def replay(rec: Recording, r: dict[str, float], attention: float = 1.12, penalties: dict[str, float] | None = None) -> Timeline:
+    """The step's timeline: the compute stream runs operations in order, never before the CPU has launched them; at a wait it stands
+    still until the transfer is over. penalties: purpose -> seconds or a factor that are put on its transfers."""
+    ctas = {"column": rec.hp.column_ctas or r["default_ctas"], "in": 0, "out": 0}
+    link = {INFINIBAND: r["net_rate"], NVLINK: r["node_rate"], C2C_IN: r["copy_rate"], C2C_OUT: r["copy_rate"]}
+    moving, flows, spans = Transfers(link), {}, []
+    compute, exposed, phases, link_bytes = Counter(), Counter(), Counter(), Counter()
+    cpu = slowed = launch_wait = 0.0
+    phase = "forward"
+
+    def pass_time(seconds: float, products: float) -> float:
+        """Lets the compute stream work; the share that products bound is slowed by the SMs that transfers hold."""
+        began = moving.now
+        while seconds > 1e-12:
+            change, shares = moving.next_change() if moving.active else (math.inf, {})
+            speed = 1 - products * min(0.9, moving.held() / r["processors"])
+            step = min(seconds / speed, change)
+            moving.advance(step, shares)
+            seconds -= step * speed
+        return moving.now - began
+
+    def wait_for(flow: Flow):
+        while flow.end is None:
+            moving.advance(*moving.next_change())
+
+    for event in merged(rec.events, r, attention, penalties or {}):
+        began = moving.now
+        if isinstance(event, dict):
+            for (phase, work), (products, memory, count) in event.items():
+                whole, start = products + memory + count * r["kernel_s"], moving.now
+                took = pass_time(whole, products / whole if whole else 0.0)
+                cpu += count * r["launch_s"]
+                slowed += took - whole
+                compute[phase, work] += took
+                spans.append((phase, work, start, moving.now))
+            if cpu > moving.now:  # the next one is not there yet
+                launch_wait += cpu - moving.now
+                pass_time(cpu - moving.now, 0.0)
+        elif isinstance(event, Start):
+            left = links_of(event, rec.grid)
+            link_bytes.update(left)
+            cap = 0 if event.kind == "copy" else ctas.get(event.group, r["default_ctas"])
+            flow = Flow(event, *penalised(event, latency(event, rec.grid, r), left, penalties), cap)
+            flows[event.number] = flow
+            moving.add(flow)
+            cpu += r["launch_s"]
+        elif isinstance(event, Wait):
+            flow = flows[event.number]
+            wait_for(flow)
+            if moving.now > began:
+                exposed[flow.start.group, flow.start.purpose] += moving.now - began
+                spans.append((phase, f"waits for {flow.start.purpose}", began, moving.now))
+        else:
+            cpu = max(cpu, moving.now)
+        phases[phase] += moving.now - began
+    while moving.active:
+        moving.advance(*moving.next_change())
+    return Timeline(moving.now, compute, slowed, exposed, launch_wait, phases, moving.done, spans, moving.busy, link_bytes)
+
+
+def penalised(s: Start, seconds: float, left: dict[str, float], penalties: dict[str, float] | None) -> tuple[float, dict]:
+    """A transfer's latency and bytes with what a named penalty adds: "at least" seconds, or a factor on its bytes."""
+    for (purpose, group, how), value in (penalties or {}).items():
+        if purpose in s.purpose and s.group == group:
+            if how == "at least":
+                seconds = max(seconds, value)
+            else:
+                left = {name: count * value for name, count in left.items()}
+    return seconds, left
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Report
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Given(NamedTuple):
+    """What is not the trainer's: assumptions about data, file system and machine."""
+
+    attention_imbalance: float = 1.12
+    file_system: float = 100e9  # bytes/s of all ranks together
+    mtbf_hours: float = 0.0  # of the job; 0: 50,000 GPU hours (Llama 3: 419 interruptions of 16,384 GPUs in 54 days) over its ranks
+
+
+def memory_of(rec: Recording, r: dict[str, float]) -> dict:
+    """Bytes at the peak by purpose, on device and host, beside what is there."""
+    device = {k: v for k, v in rec.peak.items() if not k.startswith("host ")}
+    host = {k.removeprefix("host "): v for k, v in rec.peak.items() if k.startswith("host ")}
+    found = {"device": device, "host": host, "device_bytes": sum(device.values()), "host_bytes": sum(host.values()),
+             "device_has": int(r["memory"] - r["reserved"]), "host_has": int(r["host_memory"] - r["host_reserved"])}
+    if "shared_memory" in r:  # the device is the host
+        found["device_has"] = int(r["memory"] - r["reserved"] - found["host_bytes"])
+    over = {"device": found["device_bytes"] - found["device_has"], "host": found["host_bytes"] - found["host_has"]}
+    return found | {"over": {k: v for k, v in over.items() if v > 0}, "fits": max(over.values()) <= 0}
+
+
+def checkpoint_of(rec: Recording, tl: Timeline, given: Given) -> dict:
+    """Bytes, write time, and the interval that loses least (Young-Daly), in seconds."""
+    world, R = rec.grid.world.size, rec.grid.R
+    total = rec.state_bytes * world // R  # replicas share the write
+    write = total / given.file_system
+    mtbf = (given.mtbf_hours or 50_000 / world) * 3600
+    background = max(0.0, write - (tl.step_s - tl.phases["optimizer"]))
+    best = {name: max(math.sqrt(2 * cost * mtbf), tl.step_s) for name, cost in (("now", write), ("background", max(background, 1.0)))}
+    return {"bytes": total, "write_s": write, "stall_s": write, "stall_in_background_s": background, "mtbf_s": mtbf,
+            "interval_s": best["now"], "interval_in_background_s": best["background"],
+            "lost": write / best["now"] + best["now"] / 2 / mtbf}
+
+
+def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, machine: str) -> dict:
+    """Everything that the page shows, as data; seconds and bytes of one rank."""
+    hp, m, grid = rec.hp, rec.m, rec.grid
+    tokens = hp.rows_per_rank * m.seq_len
+    lengths = [b - a for bounds in rec.bounds for a, b in zip(bounds, bounds[1:])]
+    segment = sum(n * n for n in lengths) / sum(lengths)
+    rate = tokens / tl.step_s
+    by_class, by_phase = Counter(), Counter()
+    for (phase, work), seconds in tl.compute.items():
+        by_class[work] += seconds
+        by_phase[phase] += seconds
+    occupied = {"compute": sum(tl.compute.values())} | dict(tl.busy)
+    muon = {p: rec.sent[k] for k in rec.sent for p in ("muon momentum", "muon direction") if k[1] == p}
+    transfers = defaultdict(list)
+    for flow in tl.flows:
+        transfers[flow.start.group, flow.start.purpose].append(flow.end - flow.begun)
+    return {
+        "machine": machine, "size": hp.size, "ranks": grid.world.size, "replicas": grid.R, "nodes_per_replica": grid.N,
+        "ranks_per_node": grid.E, "rank": grid.world.index, "warnings": parallel.grid_warnings(grid, m),
+        "settings": {f.name: getattr(hp, f.name) for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default},
+        "tokens_per_rank": tokens, "tokens_per_step": tokens * grid.world.size, "step_s": tl.step_s, "tokens_per_s_per_gpu": rate,
+        "mfu": rate * model.flops_per_token(m, segment) / r["peak_bf16"], "hardware_flops": sum(
+            e.flops for e in rec.events if isinstance(e, Op)), "mean_segment": segment,
+        "memory": memory_of(rec, r), "limit": max(occupied, key=occupied.get), "occupied_s": occupied,
+        "phases_s": dict(tl.phases), "compute_s": dict(by_class.most_common()), "compute_by_phase_s": dict(by_phase),
+        "slowed_by_transfers_s": tl.slowed_s, "launch_bound_s": tl.launch_s,
+        "exposed_s": {" ".join(k): v for k, v in tl.exposed.most_common()}, "exposed_total_s": sum(tl.exposed.values()),
+        "transfers": {" ".join(k): {"count": len(v), "total_s": sum(v), "median_s": statistics.median(v), "longest_s": max(v)}
+                      for k, v in transfers.items()},
+        "link_bytes": dict(tl.link_bytes), "sent_bytes": {" ".join(k): v for k, v in sorted(rec.sent.items()) if v},
+        "muon": {"momentum_bytes": muon.get("muon momentum", 0), "direction_bytes": muon.get("muon direction", 0),
+                 "owned_matrices": len(rec.muon.mine)},
+        "node_traffic_bytes": sum(v for (group, _), v in rec.sent.items() if group == "node"),
+        "checkpoint": checkpoint_of(rec, tl, given), "data_bytes": tokens * 16, "recorded_s": rec.took_s,
+        "events": len(rec.events),
+    }
+
+
+def table(rows: list[tuple], indent: str = "  ") -> list[str]:
+    """Rows of equal length as aligned text; the first column to the left."""
+    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
+    return [indent + "  ".join(str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+            for row in rows]
+
+
+def seconds_table(parts: dict[str, float], whole: float, least: float = 0.001) -> list[str]:
+    rows = [(name, f"{value:.2f} s", f"{value / whole:.1%}") for name, value in parts.items() if value >= least * whole]
+    rest = sum(value for value in parts.values() if value < least * whole)
+    return table(rows + ([("others", f"{rest:.2f} s", f"{rest / whole:.1%}")] if rest > 0 else [])) if rows else []
+
+
+def page(d: dict) -> str:
+    """The report in words."""
+    mem, ck, step = d["memory"], d["checkpoint"], d["step_s"]
+    verdict = "fits" if mem["fits"] else "DOES NOT FIT: " + ", ".join(
+        f"{v / GIB:.1f} GiB too much on the {where}" for where, v in mem["over"].items())
+    idle = {"waits for transfers": d["exposed_total_s"], "waits for the launching CPU": d["launch_bound_s"]}
+    lines = [
+        f"{d['size']} on {d['machine']}: {d['ranks']} ranks = {d['replicas']} replicas x {d['nodes_per_replica']} nodes x "
+        f"{d['ranks_per_node']}; rank {d['rank']}",
+        "settings  " + ", ".join(f"{k}={v}" for k, v in d["settings"].items() if k not in train.MODEL_FIELDS or k == "seq_len"),
+        *(f"warning   {text}" for text in d["warnings"]), "",
+        f"{verdict}.  {d['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, step {step:.2f} s, MFU {d['mfu']:.1%}, limited by {d['limit']} "
+        f"({d['occupied_s'][d['limit']] / step:.0%} of the step)", "",
+        f"The step of {d['tokens_per_step'] / 1e6:,.1f} M tokens ({d['tokens_per_rank']:,} per rank, mean segment "
+        f"{d['mean_segment']:,.0f})", *seconds_table(d["phases_s"], step),
+        "Where the compute stream's time goes", *seconds_table(d["compute_s"] | idle, step),
+        f"  of these {d['slowed_by_transfers_s']:.2f} s because transfers hold SMs",
+        "Exposed transfers", *(seconds_table(d["exposed_s"], step) or ["  none"]),
+        "Resources, time in use", *seconds_table(d["occupied_s"], step, 0),
+        "Transfers (count, time from start to end in all, median)",
+        *table([(k, v["count"], f"{v['total_s']:.2f} s", f"{v['median_s'] * 1e3:.1f} ms") for k, v in sorted(
+            d["transfers"].items(), key=lambda kv: -kv[1]["total_s"])[:12]]),
+        "Bytes per link and rank", *table([(k, f"{v / 1e9:,.1f} GB") for k, v in d["link_bytes"].items()]),
+        f"Device memory at its peak: {mem['device_bytes'] / GIB:.1f} of {mem['device_has'] / GIB:.1f} GiB",
+        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["device"].items(), key=lambda kv: -kv[1]) if v > 2**20] or [("-", "")]),
+        f"Host memory per rank: {mem['host_bytes'] / GIB:.1f} of {mem['host_has'] / GIB:.1f} GiB",
+        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["host"].items(), key=lambda kv: -kv[1])] or [("-", "")]),
+        f"Muon: {d['muon']['owned_matrices']} dense matrices here; {d['muon']['momentum_bytes'] / 1e6:,.0f} MB of momentum to their "
+        f"owners, {d['muon']['direction_bytes'] / 1e6:,.0f} MB of directions back.  Inside the node: "
+        f"{d['node_traffic_bytes'] / 1e9:,.0f} GB sent per rank",
+        f"Checkpoint: {ck['bytes'] / 1e12:.2f} TB, written in {ck['write_s']:.0f} s, all of it a stall; flushed beside the next step it "
+        f"would be {ck['stall_in_background_s']:.0f} s",
+        f"  with a failure every {ck['mtbf_s'] / 3600:.0f} h: one every {ck['interval_s'] / 60:.0f} min (Young-Daly), {ck['lost']:.1%} of the "
+        f"time lost; in the background every {ck['interval_in_background_s'] / 60:.0f} min",
+        f"Data: {d['data_bytes'] / 1e6:.1f} MB of tokens and targets per rank and step, copied beside the step before",
+        f"recorded {d['events']:,} events in {d['recorded_s']:.1f} s"]
+    return "\n".join(lines)
+
+
+def trace(rec: Recording, tl: Timeline, path: Path):
+    """The timeline in the format that Perfetto and chrome://tracing open; a track per queue."""
+    tracks = {"compute": 0}
+    out = [{"ph": "X", "pid": 0, "tid": 0, "name": work, "cat": phase, "ts": a * 1e6, "dur": (b - a) * 1e6}
+           for phase, work, a, b in tl.spans]
+    for flow in tl.flows:
+        s = flow.start
+        name = f"copies {s.group}" if s.kind == "copy" else f"{s.group} [{s.size}]"
+        out.append({"ph": "X", "pid": 0, "tid": tracks.setdefault(name, len(tracks)), "name": s.purpose, "cat": s.kind,
+                    "ts": flow.begun * 1e6, "dur": (flow.end - flow.begun) * 1e6,
+                    "args": {"bytes sent": s.sent, "seconds in the queue": flow.begun - flow.issued}})
+    out += [{"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for name, tid in tracks.items()]
+    out.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"rank {rec.grid.world.index}"}})
+    path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# What would fit
+# ------------------------------------------------------------------------------------------------------------------
+
+
+SEARCH_S = 35  # seconds after which no further settings are tried
+
+
+def nearest_that_fit(argv: list[str], o: Options, mem: dict, r: dict[str, float]) -> list[str]:
+    """Settings that fit, one way at a time, each tried: less on the device, shorter rows, more nodes."""
+    found, until = [], time.perf_counter() + SEARCH_S
+    for change in (offload_more_or_less, shorten, add_nodes):
+        args, place, now, tries = argv, o, mem, 0
+        while not now["fits"] and tries < 3 and time.perf_counter() < until:
+            hp, m = resolve(args, place)
+            args, place = change(args, place, now, hp, m)
+            if args is None:
+                break
+            tries += 1
+            try:
+                now = memory_of(record(*resolve(args, place), place), r)
+            except ConfigError:
+                break
+        if args is not None and now["fits"]:
+            found.append(f"--nodes {place.nodes} {' '.join(args)}   (device {now['device_bytes'] / GIB:.1f}, host "
+                         f"{now['host_bytes'] / GIB:.1f} GiB)")
+    return found
+
+
+def offload_more_or_less(argv: list[str], o: Options, mem: dict, hp, m: Model):
+    """The least of the layers' inputs on the host that makes room on the device; or the most that the host has room for."""
+    one_layer = hp.rows_per_rank * m.seq_len * m.width * getattr(torch, hp.dtype).itemsize
+    away, state = offload.offloaded_layers(m.layers, hp.offload_fraction), set()
+    freed = 0
+    if not hp.offload_state and "device" in mem["over"]:
+        state, freed = {"--offload_state=True"}, sum(mem["device"].get(k, 0) for k in ("masters", "moments", "gradients"))
+    over = max(0, mem["over"].get("device", 0) - freed)
+    layers = away + math.ceil(over / one_layer) if over else away - math.ceil(mem["over"].get("host", 0) / one_layer)
+    if not 0 <= layers < m.layers - hp.keep_layers or (layers == away and not state):
+        return None, o
+    fraction = math.ceil(layers / m.layers * 1000) / 1000
+    kept = [a for a in argv if not a.startswith(("--offload_fraction", "--offload_state" if state else "-" * 3))]
+    return [*kept, *state, f"--offload_fraction={fraction}"], o
+
+
+def shorten(argv: list[str], o: Options, mem: dict, hp, m: Model):
+    """Rows as long as there is room for what grows with them."""
+    scale = 1.0
+    for where, over in mem["over"].items():
+        grows = sum(v for k, v in mem[where].items() if k in ("transient", "inputs"))
+        scale = min(scale, 1 - over / grows if grows else 0.0)
+    step = 1024 if m.seq_len > 8192 else 128
+    tokens = int(m.seq_len * scale) // step * step
+    return ([*(a for a in argv if not a.startswith("--seq_len")), f"--seq_len={tokens}"] if tokens >= step else None), o
+
+
+def add_nodes(argv: list[str], o: Options, mem: dict, hp, m: Model):
+    """The next number of nodes per replica that the experts divide evenly among."""
+    slot, now = m.experts // o.ranks_per_node, o.nodes // hp.replicas
+    more = next((n for n in range(now + 1, slot + 1) if slot % n == 0), None)
+    return (None, o) if more is None else (argv, o._replace(nodes=more * hp.replicas))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The ladder of published figures
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Rung(NamedTuple):
+    name: str
+    published: float  # tokens/s per GPU, on 384 GH200
+    settings: dict  # that change from the rung before
+    attention: float = 1.12  # of the slowest rank to the mean
+    penalties: tuple[str, ...] = ()  # of PENALTIES, for the calibrated column
+    note: str = ""
+
+
+RANDOM = 7.1  # slowest rank's attention to the mean where rows come in random order: DESIGN section 10, measured on a data mix
+BASE = {"size": "1t", "optimizer": "adamw", "seq_len": 8192, "offload_state": True, "weight_transport": "bf16",
+        "grad_transport": "fp32", "dense_gather": "layer", "node_reshard": False, "max_per_group": 8, "column_ctas": 0}
+CTAS = ("slow gather", "slow dense gather")
+LADDER = (
+    Rung("8,192 tokens, AdamW", 90, BASE, RANDOM, CTAS, "selective checkpointing: here full recomputation"),
+    Rung("full recompute, 32,768", 370, {"seq_len": 32768}, RANDOM, CTAS),
+    Rung("+ activation offload, 49,152", 508, {"seq_len": 49152, "offload_fraction": 0.86}, RANDOM, CTAS),
+    Rung("+ Muon on Grace, 65,536", 441, {"seq_len": 65536, "optimizer": "muon"}, RANDOM,
+         (*CTAS, "host newton-schulz", "static tiles", "unbalanced data"), "Newton-Schulz on the host: no setting"),
+    Rung("Newton-Schulz on the GPU", 597, {}, RANDOM, (*CTAS, "static tiles", "unbalanced data"), "static tiles: no setting"),
+    Rung("+ dynamic tiles (103.8 s)", 65536 / 103.8, {}, RANDOM, (*CTAS, "unbalanced data")),
+    Rung("+ cost-balanced data (91.7 s)", 65536 / 91.7, {}, 1.12, CTAS),
+    Rung("+ group-limited routing (85.9 s)", 763, {"max_per_group": 2}, 1.12, CTAS),
+    Rung("+ fp8 expert gather", 898, {"weight_transport": "fp8"}, 1.12, CTAS),
+    Rung("+ bf16 gradients", 1022, {"grad_transport": "bf16"}, 1.12, (*CTAS, "allocator retries"), "allocator retries"),
+    Rung("+ node-local reshard", 1038, {"node_reshard": True}, 1.12, (*CTAS, "allocator retries"), "allocator retries"),
+    Rung("+ norm in backward, ...", 996, {}, 1.12, (*CTAS, "allocator retries"), "allocator retries; the rest always on here"),
+    Rung("+ pools on the compute stream", 1210, {}, 1.12, CTAS, "always so here"),
+    Rung("+ NCCL_MAX_CTAS=16", 1293, {"column_ctas": 16}, 1.12, ("dense gather at 16 CTAs",), "column group only here"),
+)
+
+
+def applied(names: tuple[str, ...]) -> tuple[dict, dict[str, float]]:
+    """Named penalties as (what replay does to transfers, seconds that the step takes longer or the optimizer takes)."""
+    transfers, seconds = {}, {}
+    for name in names:
+        value = PENALTIES[name].value
+        if name == "slow gather":
+            transfers["expert gather", "column", "times"] = value
+        elif "dense gather" in name:
+            transfers["dense gather", "shard", "at least"] = value
+        else:
+            seconds[name] = value
+    return transfers, seconds
+
+
+def step_with(rec: Recording, r: dict[str, float], attention: float, names: tuple[str, ...]) -> tuple[float, Timeline]:
+    transfers, seconds = applied(names)
+    tl = replay(rec, r, attention, transfers)
+    extra = sum(value - (tl.phases["optimizer"] if name == "host newton-schulz" else 0) for name, value in seconds.items())
+    return tl.step_s + extra, tl
+
+
+def ladder(machine: str, say: Callable[[str], None] = lambda _: None) -> dict:
+    """Every rung predicted without calibrated constants, and again with its named penalties."""
+    r, settings, known, rows, details = rates(machine), {}, {}, [], {}
+    for rung in LADDER:
+        settings |= rung.settings
+        key = tuple(sorted((k, v) for k, v in settings.items() if k != "column_ctas"))
+        hp, m = resolve([f"--{k}={v}" for k, v in settings.items()], Options(96, 4))
+        if key not in known:
+            say(f"recording {rung.name}")
+            known[key] = record(hp, m, Options(96, 4))
+        rec = known[key]._replace(hp=hp)
+        (plain, tl), (with_penalties, _) = step_with(rec, r, rung.attention, ()), step_with(rec, r, rung.attention, rung.penalties)
+        rows.append({"name": rung.name, "published": rung.published, "predicted": m.seq_len / plain, "step_s": plain,
+                     "calibrated": m.seq_len / with_penalties, "penalties": rung.penalties, "note": rung.note,
+                     "device_gib": memory_of(rec, r)["device_bytes"] / GIB})
+    say("recording 1,536 GPUs")
+    four = record(*resolve([f"--{k}={v}" for k, v in (settings | {"replicas": 4}).items()], Options(384, 4)), Options(384, 4))
+    tl4 = replay(four, r)
+    by = defaultdict(list)
+    for flow in tl.flows:
+        by[flow.start.group, flow.start.purpose].append(flow.end - flow.begun)
+    # gate_up and down are two transfers of a layer, which follow each other
+    details = [("expert gather of a layer", "ms", 155, sum(by["column", "expert gather"]) / 2 / m.layers * 1e3),
+               ("gradient all-to-all, a step", "s", 22.8, sum(by["column", "expert gradient"])),
+               ("dense gather over all ranks", "ms", 40, statistics.median(by["shard", "dense gather"]) * 1e3),
+               ("peak HBM", "GiB", 74.6, rows[-1]["device_gib"]),
+               ("main kernels", "s", 44.8, sum(v for (phase, _), v in tl.compute.items() if phase != "optimizer")),
+               ("expert products", "s", 19.2, sum(v for (_, work), v in tl.compute.items() if work == "expert products")),
+               ("optimizer", "s", 1.6, tl.phases["optimizer"]),
+               ("scaling efficiency at 1,536 GPUs", "%", 89, tl.step_s / tl4.step_s * 100)]
+    return {"rows": rows, "details": details}
+
+
+def ladder_page(d: dict) -> str:
+    def error(value: float, published: float) -> str:
+        return f"{value / published - 1:+.1%}"
+
+    lines = [("published configuration, 384 GH200", "published", "predicted", "error", "with penalties", "error", "HBM GiB")]
+    lines += [(row["name"], f"{row['published']:,.0f}", f"{row['predicted']:,.0f}", error(row["predicted"], row["published"]),
+               f"{row['calibrated']:,.0f}", error(row["calibrated"], row["published"]), f"{row['device_gib']:.1f}") for row in d["rows"]]
+    details = [("in the last row", "", "published", "predicted", "error")]
+    details += [(name, unit, f"{published:g}", f"{value:.3g}", error(value, published)) for name, unit, published, value in d["details"]]
+    notes = [f"  {row['name']}: {row['note']}" for row in d["rows"] if row["note"]]
+    names = dict.fromkeys(name for row in d["rows"] for name in row["penalties"])
+    return "\n".join(["Tokens/s per GPU. `predicted` uses no calibrated constant; `with penalties` adds those below, read off this very table,",
+                      "so that it is no evidence.", *table(lines), "", *table(details), "", "Notes", *notes, "Penalties (calibrated)",
+                      *(f"  {name}: {PENALTIES[name].value:.3g}, {PENALTIES[name].source}" for name in names),
+                      "At 1,536 GPUs the model leaves out contention in the fabric above the nodes, stragglers and jitter: what is left is the",
+                      "replicas' all-reduce."])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="plan.py", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--size", default="debug")
+    parser.add_argument("--machine", default="jupiter-gh200", help=f"{', '.join(MACHINES)} or this-machine")
+    parser.add_argument("--ranks-per-node", type=int, help="default: the machine's")
+    parser.add_argument("--rank", type=int, default=0, help="which rank is planned")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto")
+    parser.add_argument("--sweep", action="append", default=[], metavar="name=a,b,c", help="a table; several: all combinations")
+    parser.add_argument("--ladder", action="store_true", help="beside the published figures")
+    parser.add_argument("--calibrated", action="store_true", help="with the penalties that fit the ladder's dense gathers")
+    parser.add_argument("--segment-lengths", default="600,1.1", metavar="MEDIAN[,SIGMA]",
+                        help="documents in tokens, log-normal: web text has about 1,100 a document")
+    parser.add_argument("--attention-imbalance", type=float, default=1.12,
+                        help="slowest rank's attention to the mean; balanced rows 1.001 to 1.12, random order 7 (DESIGN section 10)")
+    parser.add_argument("--routing-imbalance", type=float, default=1.15,
+                        help="pairs of the fullest rank to the mean, where max_per_group leaves it open")
+    parser.add_argument("--file-system", type=float, default=100, help="GB/s that all ranks together write")
+    parser.add_argument("--mtbf-hours", type=float, default=0, help="of the job; 0: 50,000 GPU hours over its GPUs")
+    return parser.parse_known_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args, settings = options(argv)
+    if args.nodes < 1 or (args.ranks_per_node is not None and args.ranks_per_node < 1):
+        raise ConfigError(f"--nodes={args.nodes} --ranks-per-node={args.ranks_per_node}: must be at least 1")
+    if args.ladder:
+        found = ladder(args.machine, lambda text: print(text, file=sys.stderr, flush=True))
+        print(json.dumps(found) if args.json else ladder_page(found))
+        return launch.EXIT_OK
+    r = rates(args.machine)
+    o = Options(args.nodes, args.ranks_per_node or int(r["ranks_per_node"]), args.rank,
+                lengths=args.segment_lengths, routing_imbalance=args.routing_imbalance)
+    given = Given(args.attention_imbalance, args.file_system * 1e9, args.mtbf_hours)
+    settings = [f"--size={args.size}", *settings]
+    if args.sweep:
+        rows = sweep(args.sweep, settings, o, r, given, args)
+        print(json.dumps(rows) if args.json else sweep_page(rows))
+        return launch.EXIT_OK
+    rec, tl, found = plan(settings, o, r, given, args)
+    if args.trace:
+        trace(rec, tl, args.trace)
+    print(json.dumps(found) if args.json else page(found), flush=True)
+    if not found["memory"]["fits"] and not args.json:
+        near = nearest_that_fit(settings, o, found["memory"], r)
+        print("\n".join(["Nearest settings that fit", *(f"  {line}" for line in near or ["none was found in the time that is given to it"])]))
+    return launch.EXIT_OK
+
+
+def plan(settings: list[str], o: Options, r: dict[str, float], given: Given, args) -> tuple[Recording, Timeline, dict]:
+    hp, m = resolve(settings, o)
+    rec = record(hp, m, o)
+    names = () if not args.calibrated else ("dense gather at 16 CTAs",) if hp.column_ctas else CTAS
+    tl = replay(rec, r, given.attention_imbalance, applied(names)[0])
+    return rec, tl, report(rec, tl, r, given, args.machine)
+
+
+def sweep(texts: list[str], settings: list[str], o: Options, r: dict[str, float], given: Given, args) -> list[dict]:
+    """All combinations; names are settings of the trainer, or nodes."""
+    axes = []
+    for text in texts:
+        name, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ConfigError(f"--sweep {text}: write name=a,b,c")
+        axes.append([(name, value) for value in values.split(",")])
+    rows = []
+    for chosen in itertools.product(*axes):
+        place, changed = o, list(settings)
+        for name, value in chosen:
+            if name == "nodes":
+                place = place._replace(nodes=int(value))
+            else:
+                changed = [s for s in changed if not s.startswith(f"--{name}=")] + [f"--{name}={value}"]
+        row = dict(chosen)
+        try:
+            d = plan(changed, place, r, given, args)[2]
+            row |= {"tokens_per_s_per_gpu": d["tokens_per_s_per_gpu"], "step_s": d["step_s"], "mfu": d["mfu"],
+                    "device_gib": d["memory"]["device_bytes"] / GIB, "host_gib": d["memory"]["host_bytes"] / GIB,
+                    "fits": d["memory"]["fits"], "limit": d["limit"], "exposed_s": d["exposed_total_s"]}
+        except ConfigError as error:
+            row["refused"] = str(error)
+        rows.append(row)
+        print(f"{len(rows)} of {math.prod(map(len, axes))}", file=sys.stderr, flush=True)
+    return rows
+
+
+def sweep_page(rows: list[dict]) -> str:
+    names = [k for k in rows[0] if k not in ("tokens_per_s_per_gpu", "step_s", "mfu", "device_gib", "host_gib", "fits", "limit",
+                                             "exposed_s", "refused")]
+    lines = [(*names, "tok/s/GPU", "step s", "exposed s", "MFU", "HBM GiB", "host GiB", "fits", "limit")]
+    for row in rows:
+        cells = ("-",) * 7 + ("refused: " + row["refused"][:60],) if "refused" in row else (
+            f"{row['tokens_per_s_per_gpu']:,.0f}", f"{row['step_s']:.2f}", f"{row['exposed_s']:.2f}", f"{row['mfu']:.1%}",
+            f"{row['device_gib']:.1f}", f"{row['host_gib']:.1f}", "yes" if row["fits"] else "NO", row["limit"])
+        lines.append((*(row[name] for name in names), *cells))
+    return "\n".join(table(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(launch.run(main))
