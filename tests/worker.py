@@ -184,6 +184,25 @@ def ledger(where, out: Path, options: dict):
     (out / f"ledger.{where.rank}.json").write_text(json.dumps(results))
 
 
+def tracked(where, out: Path, options: dict):
+    """Peak of live bytes by purpose in the second step of each case, in which nothing is made for the first time."""
+    m = model_of("debug", layers=2, seq_len=256, max_per_group=1)
+    results = {}
+    for case in options["cases"]:
+        _, grid, state, _ = start(where, case, 1, m)
+        rows, wire = random_rows(m, where.world)[where.rank : where.rank + 1], transport(case)
+        plan, inputs = optim.plan_muon(state, grid, m, "muon"), offload.make_inputs(
+            m.layers, 1, (m.seq_len, m.width), wire.compute, case.get("offload", 0), state.copies or offload.Copies(where.device))
+        parallel.fill_own(state, wire)
+        parallel.start_refresh(state, grid, wire)()
+        for step in range(2):
+            with offload.Tracker(offload.resident(state, inputs)) as memory:
+                train.schedule(rows, state, grid, m, wire, 1 / m.seq_len, keep_layers=case.get("keep", 0), inputs=inputs)
+                optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step, wire)
+        results[case["name"]] = {purpose: count for purpose, count in memory.at_peak.items() if count}
+    (out / f"tracked.{where.rank}.json").write_text(json.dumps(results))
+
+
 def loopback_bytes() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
