@@ -29,6 +29,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager
@@ -138,11 +139,10 @@ PENALTIES: dict[str, Fact] = {
 }
 
 
-def rates(machine: str, measured: dict[str, Fact] | None = None) -> dict[str, float]:
+def rates(machine: str) -> dict[str, float]:
     """Values of a machine's constants."""
-    table = measured if machine == "this-machine" else MACHINES.get(machine)
-    if table is None:
-        raise ConfigError(f"--machine={machine}: unknown; use one of {', '.join([*MACHINES, 'this-machine'])}")
+    if (table := MACHINES.get(machine)) is None:
+        raise ConfigError(f"--machine={machine}: unknown; use one of {', '.join(MACHINES)}, this-machine")
     return {name: fact.value for name, fact in table.items()}
 
 
@@ -340,6 +340,8 @@ class Recorder(Tracker):
             return "expert products"
         if self.phase == "optimizer":
             return "Newton-Schulz" if flops and not wide else "optimizer passes"
+        if kind.name in ("aten::bmm", "aten::baddbmm"):  # a CPU's query blocks
+            return "attention gradient" if self.phase == "backward" else "attention"
         if kind.name in ROUTING:
             return "routing and permutation"
         if flops and outputs[0].dim() > 1:
@@ -512,7 +514,7 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
 # Replay
 # ------------------------------------------------------------------------------------------------------------------
 
-EFFICIENCY = {"expert products": "expert_efficiency", "attention": "attention_efficiency",
+EFFICIENCY = {"expert products": "expert_efficiency", "head products": "head_efficiency", "attention": "attention_efficiency",
               "attention gradient": "attention_back_efficiency"}
 INFINIBAND, NVLINK, C2C_IN, C2C_OUT = "InfiniBand", "NVLink", "C2C in", "C2C out"
 
@@ -627,7 +629,7 @@ def op_seconds(op: Op, r: dict[str, float]) -> tuple[float, bool]:
     """(seconds on an idle device, whether products bound it)."""
     peak, share = (r["peak_fp32"], r["fp32_efficiency"]) if op.wide else (r["peak_bf16"], r["dense_efficiency"])
     products = op.flops / (peak * r.get(EFFICIENCY.get(op.work, ""), share)) if op.flops else 0.0
-    memory = op.nbytes / (r["memory_rate"] * r["memory_efficiency"])
+    memory = op.nbytes / r.get(f"{op.work} rate", r["memory_rate"] * r["memory_efficiency"])
     return max(products, memory), products > memory
 
 
@@ -793,6 +795,7 @@ def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, mach
 
 def table(rows: list[tuple], indent: str = "  ") -> list[str]:
     """Rows of equal length as aligned text; the first column to the left."""
+    rows = rows or [("none",)]
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     return [indent + "  ".join(str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
             for row in rows]
@@ -801,7 +804,7 @@ def table(rows: list[tuple], indent: str = "  ") -> list[str]:
 def seconds_table(parts: dict[str, float], whole: float, least: float = 0.001) -> list[str]:
     rows = [(name, f"{value:.2f} s", f"{value / whole:.1%}") for name, value in parts.items() if value >= least * whole]
     rest = sum(value for value in parts.values() if value < least * whole)
-    return table(rows + ([("others", f"{rest:.2f} s", f"{rest / whole:.1%}")] if rest > 0 else [])) if rows else []
+    return table(rows + ([("others", f"{rest:.2f} s", f"{rest / whole:.1%}")] if rest > 0 else []))
 
 
 def page(d: dict) -> str:
@@ -821,16 +824,16 @@ def page(d: dict) -> str:
         f"{d['mean_segment']:,.0f})", *seconds_table(d["phases_s"], step),
         "Where the compute stream's time goes", *seconds_table(d["compute_s"] | idle, step),
         f"  of these {d['slowed_by_transfers_s']:.2f} s because transfers hold SMs",
-        "Exposed transfers", *(seconds_table(d["exposed_s"], step) or ["  none"]),
+        "Exposed transfers", *seconds_table(d["exposed_s"], step),
         "Resources, time in use", *seconds_table(d["occupied_s"], step, 0),
         "Transfers (count, time from start to end in all, median)",
         *table([(k, v["count"], f"{v['total_s']:.2f} s", f"{v['median_s'] * 1e3:.1f} ms") for k, v in sorted(
             d["transfers"].items(), key=lambda kv: -kv[1]["total_s"])[:12]]),
         "Bytes per link and rank", *table([(k, f"{v / 1e9:,.1f} GB") for k, v in d["link_bytes"].items()]),
         f"Device memory at its peak: {mem['device_bytes'] / GIB:.1f} of {mem['device_has'] / GIB:.1f} GiB",
-        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["device"].items(), key=lambda kv: -kv[1]) if v > 2**20] or [("-", "")]),
+        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["device"].items(), key=lambda kv: -kv[1]) if v > 2**20]),
         f"Host memory per rank: {mem['host_bytes'] / GIB:.1f} of {mem['host_has'] / GIB:.1f} GiB",
-        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["host"].items(), key=lambda kv: -kv[1])] or [("-", "")]),
+        *table([(k, f"{v / GIB:.2f} GiB") for k, v in sorted(mem["host"].items(), key=lambda kv: -kv[1])]),
         f"Muon: {d['muon']['owned_matrices']} dense matrices here; {d['muon']['momentum_bytes'] / 1e6:,.0f} MB of momentum to their "
         f"owners, {d['muon']['direction_bytes'] / 1e6:,.0f} MB of directions back.  Inside the node: "
         f"{d['node_traffic_bytes'] / 1e9:,.0f} GB sent per rank",
@@ -857,6 +860,123 @@ def trace(rec: Recording, tl: Timeline, path: Path):
     out += [{"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for name, tid in tracks.items()]
     out.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"rank {rec.grid.world.index}"}})
     path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# This machine: rates measured by a short probe, all ranks at the same time
+# ------------------------------------------------------------------------------------------------------------------
+
+PROBE_S = 0.4  # seconds of each measurement
+
+
+def measure(settings: list[str], o: Options) -> dict[str, float]:
+    """Starts the ranks, which measure together, and returns the slowest one's rates."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "launch.py", "--nodes", str(o.nodes), "--ranks-per-node", str(o.ranks_per_node), "--",
+                               "plan.py", "--probe", folder, *settings], cwd=Path(__file__).parent, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(f"--machine=this-machine: the probe ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    middle = {name: statistics.mean(rank[name] for rank in found) for name in found[0]}
+    cores, total = len(os.sched_getaffinity(0)), offload.host_memory()[0]
+    return middle | {
+        "ranks_per_node": o.ranks_per_node, "peak_fp32": middle["peak_bf16"], "processors": cores, "default_ctas": 0, "launch_s": 0.0,
+        "dense_efficiency": 1.0, "memory_efficiency": 1.0, "sort_passes": 4, "node_hop_s": 0.0, "net_hop_s": 0.0, "peer_s": 0.0,
+        "net_rate": middle["node_rate"], "copy_rate": middle["memory_rate"], "host_rate": middle["memory_rate"], "copy_s": 1e-4,
+        "reserved": 0.3 * GIB, "host_reserved": 0.0, "memory": total / (o.nodes * o.ranks_per_node),
+        "host_memory": total / (o.nodes * o.ranks_per_node), "shared_memory": 1.0}
+
+
+def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0) -> float:
+    """Median time of a call, while all ranks make it; count: that often, where they must agree on it."""
+    run()
+    together()
+    times, until = [], time.perf_counter() + PROBE_S
+    while len(times) < count or not count and (not times or time.perf_counter() < until):
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def bytes_of(run: Callable[[torch.device], Callable[[], object]], m: Model) -> tuple[float, int]:
+    """(bytes, operations) of a piece of work, by recording it."""
+    model.META_AS = torch.device("cpu")
+    work, recorder = run(META), Recorder({}, {})
+    recorder.experts = m.experts
+    with recorder:
+        work()
+    model.META_AS = None
+    return sum(e.nbytes for e in recorder.events), len(recorder.events)
+
+
+def probe(folder: str, settings: list[str]):
+    """One rank's measurements: products in the model's own shapes, passes over memory, transfers."""
+    where = launch.place()
+    hp, m = train.resolve(train.parse(settings), where)
+    launch.setup(where)
+    grid, dtype, T = parallel.make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m), getattr(torch, hp.dtype), m.seq_len
+
+    def together():
+        parallel.exchange([0.0], grid, where.device)
+
+    def pieces(device: torch.device) -> dict[str, Callable[[], object]]:
+        """Work of each class that memory bounds, in the model's sizes."""
+        def x(*shape, dtype=dtype, grad=False):
+            return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(grad)
+
+        rows = T * grid.E * m.top_k // grid.E
+        h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
+            rows, 2 * m.expert_width, grad=True), x(rows, dtype=torch.float32, grad=True)
+        dgate, order = x(rows, m.expert_width), torch.arange(rows, device=device) * 7 % T
+        state = [x(2**20, dtype=torch.float32) for _ in range(4)]
+        return {"element-wise": lambda: (torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
+                                         torch.autograd.grad(model.SwiGLU.apply(gate_up, weight), (gate_up, weight), dgate)),
+                "routing and permutation": lambda: dy.index_select(0, order),
+                "optimizer passes": lambda: optim.adamw(*state, lr=1e-3, decay=0.1, clip=0.5, step=3)}
+
+    tiny = torch.zeros(8)
+    found = {"kernel_s": seconds_of(lambda: [tiny.add_(1) for _ in range(100)], together) / 100 * 2}  # autograd costs about as much
+    here = pieces(where.device)
+    for name, run in here.items():
+        nbytes, count = bytes_of(lambda device, name=name: pieces(device)[name], m)
+        found[f"{name} rate"] = nbytes / max(1e-9, seconds_of(run, together) - count * found["kernel_s"])
+    found["memory_rate"] = found["element-wise rate"]
+    products = product_rates(m, grid, dtype, T)
+    speed = {name: flops / seconds_of(run, together) for name, (flops, run) in products.items()}
+    peak = found["peak_bf16"] = speed.pop("dense_efficiency")
+    found |= {name: value / peak for name, value in speed.items()}
+    found |= transfer_rates(grid, T, m, together)
+    Path(folder, f"{where.rank}.json").write_text(json.dumps(found))
+
+
+def product_rates(m: Model, grid, dtype, T: int) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Name of the constant -> (FLOPs, what takes them)."""
+    def x(*shape, dtype=dtype):
+        return torch.randn(shape).to(dtype)
+
+    local, rows, J, n = m.experts // grid.E, T * m.top_k, m.kv_heads, min(T, model.QUERY_BLOCK)
+    h, wide, tokens, experts = x(T, m.width), x(m.width, m.width), x(rows, m.width), x(local, m.width, 2 * m.expert_width)
+    offsets = (torch.arange(1, local + 1) * (rows // local)).int()
+    q, k, p, router = x(J, m.heads // J * n, m.head_dim), x(J, m.head_dim, n), x(J, m.heads // J * n, n), x(m.width, m.experts, dtype=torch.float32)
+    head, h32 = x(m.width, m.vocab), h.float()
+    one = 2 * m.heads * n * n * m.head_dim
+    return {"dense_efficiency": (2 * T * m.width**2, lambda: h @ wide),
+            "expert_efficiency": (2 * rows * m.width * 2 * m.expert_width, lambda: torch.nn.functional.grouped_mm(tokens, experts, offs=offsets)),
+            "attention_efficiency": (2 * one, lambda: (torch.baddbmm(p, q, k), torch.bmm(p, k.mT))),
+            "attention_back_efficiency": (2 * one, lambda: (torch.bmm(p, k.mT), torch.bmm(p.mT, q))),
+            "head_efficiency": (2 * T * m.width * m.vocab, lambda: h @ head),
+            "fp32_efficiency": (2 * T * m.width * m.experts, lambda: h32 @ router)}
+
+
+def transfer_rates(grid, T: int, m: Model, together) -> dict[str, float]:
+    """Of a gather over all ranks: seconds of a small one, bytes/s of a large one."""
+    if grid.world.size == 1:
+        return {"base_s": 1e-5, "node_rate": 1e10}
+    group, x = grid.shard, torch.zeros(T, m.width)
+    base = seconds_of(lambda: parallel.all_gather(x[0, :1], group, "scalars").wait(), together, 30)
+    large = seconds_of(lambda: parallel.all_gather(x, group, "scalars").wait(), together, 15)
+    return {"base_s": base, "node_rate": x.nbytes * (group.size - 1) / max(1e-9, large - base)}
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -1057,12 +1177,14 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sweep", action="append", default=[], metavar="name=a,b,c", help="a table; several: all combinations")
     parser.add_argument("--ladder", action="store_true", help="beside the published figures")
     parser.add_argument("--calibrated", action="store_true", help="with the penalties that fit the ladder's dense gathers")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another value of a machine's constant")
     parser.add_argument("--segment-lengths", default="600,1.1", metavar="MEDIAN[,SIGMA]",
                         help="documents in tokens, log-normal: web text has about 1,100 a document")
     parser.add_argument("--attention-imbalance", type=float, default=1.12,
                         help="slowest rank's attention to the mean; balanced rows 1.001 to 1.12, random order 7 (DESIGN section 10)")
     parser.add_argument("--routing-imbalance", type=float, default=1.15,
                         help="pairs of the fullest rank to the mean, where max_per_group leaves it open")
+    parser.add_argument("--probe", help=argparse.SUPPRESS)  # folder: one of the ranks that measure this machine
     parser.add_argument("--file-system", type=float, default=100, help="GB/s that all ranks together write")
     parser.add_argument("--mtbf-hours", type=float, default=0, help="of the job; 0: 50,000 GPU hours over its GPUs")
     return parser.parse_known_args(argv)
@@ -1070,17 +1192,26 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def main(argv: list[str]) -> int:
     args, settings = options(argv)
+    if args.probe:
+        return probe(args.probe, settings)
     if args.nodes < 1 or (args.ranks_per_node is not None and args.ranks_per_node < 1):
         raise ConfigError(f"--nodes={args.nodes} --ranks-per-node={args.ranks_per_node}: must be at least 1")
     if args.ladder:
         found = ladder(args.machine, lambda text: print(text, file=sys.stderr, flush=True))
         print(json.dumps(found) if args.json else ladder_page(found))
         return launch.EXIT_OK
-    r = rates(args.machine)
-    o = Options(args.nodes, args.ranks_per_node or int(r["ranks_per_node"]), args.rank,
-                lengths=args.segment_lengths, routing_imbalance=args.routing_imbalance)
+    here = args.machine == "this-machine"
+    per_node = args.ranks_per_node or (launch.CPU_RANKS if here else int(rates(args.machine)["ranks_per_node"]))
+    o = Options(args.nodes, per_node, args.rank, "cpu" if here else "cuda", args.segment_lengths, args.routing_imbalance)
     given = Given(args.attention_imbalance, args.file_system * 1e9, args.mtbf_hours)
     settings = [f"--size={args.size}", *settings]
+    resolve(settings, o)  # refuses before anything is measured
+    r = measure(settings, o) if here else rates(args.machine)
+    for text in args.set:
+        name, _, value = text.partition("=")
+        if name not in r:
+            raise ConfigError(f"--set {text}: no such constant; {args.machine} has {', '.join(r)}")
+        r[name] = train.parse_value(name, value, float)
     if args.sweep:
         rows = sweep(args.sweep, settings, o, r, given, args)
         print(json.dumps(rows) if args.json else sweep_page(rows))

@@ -243,7 +243,7 @@ def test_page_json_and_trace(tmp_path, capsys):
     args = ["--nodes", "2", "--ranks-per-node", "2", "--size", "debug", "--offload_state=True"]
     assert plan.main([*args, "--trace", str(tmp_path / "trace.json")]) == 0
     text = capsys.readouterr().out
-    for words in ("fits.", "tokens/s per GPU", "Exposed transfers", "Checkpoint:", "Young-Daly", "host", "Muon:", "MFU"):
+    for words in ("fits.", "tokens/s per GPU", "Exposed transfers", "Checkpoint:", "Young-Daly", "Host memory", "Muon:", "MFU"):
         assert words in text
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {"compute", "column [2]", "node [2]", "copies in"} <= {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -261,7 +261,7 @@ def test_a_sweep_shows_every_value_and_refusals(capsys):
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
-    args = ["--nodes", "1", "--ranks-per-node", "4", "--size", "15b", "--layers=2", "--experts=2048", "--rows_per_rank=4"]
+    args = ["--nodes", "1", "--ranks-per-node", "4", "--size", "1t", "--layers=3", "--vocab=4096"]
     assert plan.main(args) == 0
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text and "GiB too much on the device" in text and "Nearest settings that fit" in text
