@@ -634,11 +634,14 @@ def op_seconds(op: Op, r: dict[str, float]) -> tuple[float, bool]:
 
 
 def merged(events: list, r: dict[str, float], attention: float):
-    """Events with the operations between two transfers added up by class: (phase, class) -> [bound by products, by memory, count],
-    seconds. attention: factor on attention's time."""
+    """Events with a phase's operations between two transfers added up by class: (phase, class) -> [bound by products, by memory,
+    count], seconds. attention: factor on attention's time."""
     here: dict = {}
     for event in events:
         if isinstance(event, Op):
+            if here and next(iter(here))[0] != event.phase:
+                yield here
+                here = {}
             seconds, products = op_seconds(event, r)
             cell = here.setdefault((event.phase, event.work), [0.0, 0.0, 0])
             cell[0 if products else 1] += seconds * (attention if event.work.startswith("attention") else 1)
@@ -888,7 +891,7 @@ def measure(settings: list[str], o: Options) -> dict[str, float]:
 
 
 def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0) -> float:
-    """Median time of a call, while all ranks make it; count: that often, where they must agree on it."""
+    """Mean time of a call, while all ranks make it; count: that often, where they must agree on it."""
     run()
     together()
     times, until = [], time.perf_counter() + PROBE_S
@@ -896,7 +899,7 @@ def seconds_of(run: Callable[[], object], together: Callable[[], object], count:
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    return statistics.mean(times)
 
 
 def bytes_of(run: Callable[[torch.device], Callable[[], object]], m: Model) -> tuple[float, int]:
