@@ -178,6 +178,7 @@ class Wire:
     calls: Counter = field(default_factory=Counter)  # (group, purpose) -> collectives
     sent: Counter = field(default_factory=Counter)  # (group, purpose) -> bytes that this rank sent
     waited_s: float = 0.0  # time spent in waits, for exposed_comm_s
+    waited: Counter = field(default_factory=Counter)  # the same by purpose
     trace: list | None = None  # (event, what) in program order, where a test wants it
     tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
     poison: np.random.Generator | None = None  # see PoisonedPending
@@ -214,7 +215,8 @@ class Pending:
         if self._work is not None:
             start = time.perf_counter()
             self._work.wait()
-            WIRE.waited_s += time.perf_counter() - start
+            waited_s = time.perf_counter() - start
+            WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out

@@ -796,6 +796,29 @@ def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, mach
     }
 
 
+def measured_run(path: Path, tl: Timeline, rec: Recording) -> dict[str, tuple[float, float]]:
+    """What -> (planned, measured): medians of the metrics that a run wrote after its first steps."""
+    file = path / "metrics.jsonl"
+    if not file.is_file():
+        raise ConfigError(f"--compare={path}: there is no {file}; give the directory of a run, out/<run>")
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = steps[min(3, len(steps) - 1):]
+
+    def median(of: Callable[[dict], float | None]) -> float:
+        return statistics.median([value for step in steps if (value := of(step)) is not None] or [0.0])
+
+    exposed = Counter()
+    for (_, purpose), value in tl.exposed.items():
+        exposed[purpose] += value
+    purposes = dict.fromkeys([*exposed, *(name for step in steps for name in step.get("exposed_s") or ())])
+    return {"step_s": (tl.step_s, median(lambda s: s["step_s"])),
+            "optimizer_s": (tl.phases["optimizer"], median(lambda s: s.get("optimizer_s"))),
+            "exposed_comm_s": (sum(exposed.values()), median(lambda s: s.get("exposed_comm_s"))),
+            **{f"exposed {name}": (exposed[name], median(lambda s: (s.get("exposed_s") or {}).get(name, 0.0))) for name in purposes},
+            "sent bytes": (sum(rec.sent.values()), median(lambda s: sum(s["sent_bytes"].values()))),
+            "tracked peak bytes": (sum(rec.peak.values()), median(lambda s: s.get("tracked_peak_bytes")))}
+
+
 def table(rows: list[tuple], indent: str = "  ") -> list[str]:
     """Rows of equal length as aligned text; the first column to the left."""
     rows = rows or [("none",)]
@@ -846,6 +869,10 @@ def page(d: dict) -> str:
         f"time lost; in the background every {ck['interval_in_background_s'] / 60:.0f} min",
         f"Data: {d['data_bytes'] / 1e6:.1f} MB of tokens and targets per rank and step, copied beside the step before",
         f"recorded {d['events']:,} events in {d['recorded_s']:.1f} s"]
+    if "measured" in d:
+        rows = [(name, f"{ours:,.4g}", f"{theirs:,.4g}", f"{ours / theirs - 1:+.1%}" if theirs else "") for name, (ours, theirs) in
+                d["measured"].items()]
+        lines += ["", *table([("beside the run's median step", "planned", "measured", "error"), *rows])]
     return "\n".join(lines)
 
 
@@ -1179,6 +1206,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="timeline for Perfetto")
     parser.add_argument("--sweep", action="append", default=[], metavar="name=a,b,c", help="a table; several: all combinations")
     parser.add_argument("--ladder", action="store_true", help="beside the published figures")
+    parser.add_argument("--compare", type=Path, metavar="out/RUN", help="beside the metrics of a real run with these settings")
     parser.add_argument("--calibrated", action="store_true", help="with the penalties that fit the ladder's dense gathers")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="another value of a machine's constant")
     parser.add_argument("--segment-lengths", default="600,1.1", metavar="MEDIAN[,SIGMA]",
@@ -1212,8 +1240,9 @@ def main(argv: list[str]) -> int:
     r = measure(settings, o) if here else rates(args.machine)
     for text in args.set:
         name, _, value = text.partition("=")
-        if name not in r:
-            raise ConfigError(f"--set {text}: no such constant; {args.machine} has {', '.join(r)}")
+        if name not in r and not name.endswith(" rate"):
+            raise ConfigError(f"--set {text}: no such constant; {args.machine} has {', '.join(r)}, and any class of operations has '<class> rate', "
+                              "its bytes/s")
         r[name] = train.parse_value(name, value, float)
     if args.sweep:
         rows = sweep(args.sweep, settings, o, r, given, args)
@@ -1222,6 +1251,8 @@ def main(argv: list[str]) -> int:
     rec, tl, found = plan(settings, o, r, given, args)
     if args.trace:
         trace(rec, tl, args.trace)
+    if args.compare:
+        found["measured"] = measured_run(args.compare, tl, rec)
     print(json.dumps(found) if args.json else page(found), flush=True)
     if not found["memory"]["fits"] and not args.json:
         near = nearest_that_fit(settings, o, found["memory"], r)
