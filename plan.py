@@ -250,7 +250,7 @@ class Op(NamedTuple):
     name: str
     flops: float
     nbytes: float
-    wide: bool  # the FLOPs are fp32
+    wide: bool  # the FLOPs are fp32 although the model's are not
 
 
 class Start(NamedTuple):
@@ -276,8 +276,9 @@ class Sync(NamedTuple):
 class Recorder(Tracker):
     """Counts live bytes by purpose as a Tracker does, and writes down what happens."""
 
-    def __init__(self, already: dict, bounds: dict[int, list[int]], sort_passes: float = 4):
+    def __init__(self, already: dict, bounds: dict[int, list[int]], compute: torch.dtype = torch.bfloat16, sort_passes: float = 4):
         super().__init__(already)
+        self.compute = compute  # type of the model's products
         self.events: list = []
         self.phase, self.work, self.copies, self.forms = "forward", None, 0, {}
         self.bounds, self.sort_passes = bounds, sort_passes  # storage of a row's bounds on the device -> the bounds
@@ -330,7 +331,7 @@ class Recorder(Tracker):
         elif kind.name in FLOPS:
             flops = FLOPS[kind.name](*inputs)
         nbytes = bytes_moved(kind, inputs, outputs, self.sort_passes)
-        wide = bool(inputs) and inputs[-1].dtype in (torch.float32, torch.float64)
+        wide = bool(inputs) and inputs[-1].dtype in (torch.float32, torch.float64) and self.compute != torch.float32
         self.events.append(Op(self.phase, self.work or self.class_of(kind, flops, wide, outputs), name, flops, nbytes, wide))
 
     def class_of(self, kind: Kind, flops: int, wide: bool, outputs: list[Tensor]) -> str:
@@ -339,7 +340,7 @@ class Recorder(Tracker):
         if "grouped_mm" in kind.name:
             return "expert products"
         if self.phase == "optimizer":
-            return "Newton-Schulz" if flops and not wide else "optimizer passes"
+            return "Newton-Schulz" if flops else "optimizer passes"
         if kind.name in ("aten::bmm", "aten::baddbmm"):  # a CPU's query blocks
             return "attention gradient" if self.phase == "backward" else "attention"
         if kind.name in ROUTING:
@@ -469,7 +470,8 @@ def record(hp: train.Hyperparameters, m: Model, o: Options, rows: list | None = 
     parallel.check_transport(transport, m, grid)
     all_bounds = rows or [segments_of(m.seq_len, o.lengths, seed) for seed in range(hp.rows_per_rank)]
     batch = [row_of(bounds, m.seq_len) for bounds in all_bounds]
-    recorder = Recorder({}, {row.segments.bounds_device.untyped_storage()._cdata: row.segments.bounds for row in batch})
+    recorder = Recorder({}, {row.segments.bounds_device.untyped_storage()._cdata: row.segments.bounds for row in batch},
+                        transport.compute)
     recorder.experts = m.experts
     model.rope_cache(m.rope_theta, m.head_dim, m.seq_len, META)
     calls, sent = parallel.WIRE.calls, parallel.WIRE.sent
@@ -514,7 +516,7 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
 # Replay
 # ------------------------------------------------------------------------------------------------------------------
 
-EFFICIENCY = {"expert products": "expert_efficiency", "head products": "head_efficiency", "attention": "attention_efficiency",
+EFFICIENCY = {"expert products": "expert_efficiency", "Newton-Schulz": "orthogonal_efficiency", "head products": "head_efficiency", "attention": "attention_efficiency",
               "attention gradient": "attention_back_efficiency"}
 INFINIBAND, NVLINK, C2C_IN, C2C_OUT = "InfiniBand", "NVLink", "C2C in", "C2C out"
 
@@ -958,9 +960,10 @@ def probe(folder: str, settings: list[str]):
         rows = T * grid.E * m.top_k // grid.E
         h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
             rows, 2 * m.expert_width, grad=True), x(rows, dtype=torch.float32, grad=True)
+        gradient = x(m.experts // grid.E, 2 * m.expert_width, m.width)
         dgate, order = x(rows, m.expert_width), torch.arange(rows, device=device) * 7 % T
         state = [x(2**20, dtype=torch.float32) for _ in range(4)]
-        return {"element-wise": lambda: (torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
+        return {"element-wise": lambda: (gradient.float(), torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
                                          torch.autograd.grad(model.SwiGLU.apply(gate_up, weight), (gate_up, weight), dgate)),
                 "routing and permutation": lambda: dy.index_select(0, order),
                 "optimizer passes": lambda: optim.adamw(*state, lr=1e-3, decay=0.1, clip=0.5, step=3)}
@@ -990,11 +993,12 @@ def product_rates(m: Model, grid, dtype, T: int) -> dict[str, tuple[int, Callabl
     offsets = (torch.arange(1, local + 1) * (rows // local)).int()
     q, k, p, router = x(J, m.heads // J * n, m.head_dim), x(J, m.head_dim, n), x(J, m.heads // J * n, n), x(m.width, m.experts, dtype=torch.float32)
     head, h32 = x(m.width, m.vocab), h.float()
-    one = 2 * m.heads * n * n * m.head_dim
+    one, matrix = 2 * m.heads * n * n * m.head_dim, x(4, m.expert_width, m.width, dtype=torch.bfloat16)
     return {"dense_efficiency": (2 * T * m.width**2, lambda: h @ wide),
             "expert_efficiency": (2 * rows * m.width * 2 * m.expert_width, lambda: torch.nn.functional.grouped_mm(tokens, experts, offs=offsets)),
             "attention_efficiency": (2 * one, lambda: (torch.baddbmm(p, q, k), torch.bmm(p, k.mT))),
             "attention_back_efficiency": (2 * one, lambda: (torch.bmm(p, k.mT), torch.bmm(p.mT, q))),
+            "orthogonal_efficiency": (8 * m.expert_width**2 * m.width, lambda: matrix @ matrix.mT),
             "head_efficiency": (2 * T * m.width * m.vocab, lambda: h @ head),
             "fp32_efficiency": (2 * T * m.width * m.experts, lambda: h32 @ router)}
 
@@ -1264,6 +1268,8 @@ def plan(settings: list[str], o: Options, r: dict[str, float], given: Given, arg
     hp, m = resolve(settings, o)
     rec = record(hp, m, o)
     names = () if not args.calibrated else ("dense gather at 16 CTAs",) if hp.column_ctas else CTAS
+    if hp.dtype == "float32" and "shared_memory" not in r:  # where the rates were measured, they are of this type already
+        r = r | {"peak_bf16": r["peak_fp32"]}
     tl = replay(rec, r, given.attention_imbalance, applied(names)[0])
     return rec, tl, report(rec, tl, r, given, args.machine)
 
