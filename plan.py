@@ -68,15 +68,15 @@ HOPPER = {
     "peak_bf16": Fact(989e12, "FLOP/s, dense; NVIDIA's H100 data sheet"),
     "peak_fp32": Fact(67e12, "FLOP/s, no TF32; NVIDIA's H100 data sheet"),
     "processors": Fact(132, "SMs of a GPU; DESIGN section 2"),
-    "dense_efficiency": Fact(0.72, "share of peak of cuBLAS bf16 products with all sides >= 4096: 700-730 TFLOP/s in public tests"),
-    "expert_efficiency": Fact(0.65, "of grouped products, K 2048-6144: a tenth below cuBLAS's plain ones; public Hopper kernels"),
+    "dense_efficiency": Fact(0.72, "share of peak of large bf16 products: 700-730 TFLOP/s is commonly reported for cuBLAS; not measured here"),
+    "expert_efficiency": Fact(0.65, "of grouped products: assumed a tenth below plain ones; the row 1,293 moves with it, see LOG.md"),
     "attention_efficiency": Fact(0.37, "FlashAttention-2 forward, head 128: 370 of 989 TFLOP/s (FlashAttention-3 paper, figure 5)"),
     "attention_back_efficiency": Fact(0.33, "FlashAttention-2 backward on H100, about 0.9 of forward; same paper"),
-    "fp32_efficiency": Fact(0.75, "cuBLAS fp32 products: 50 of 67 TFLOP/s"),
-    "memory_efficiency": Fact(0.85, "share of HBM bandwidth of element-wise kernels: 2.8 of 3.35 TB/s in H100 copies"),
+    "fp32_efficiency": Fact(0.75, "assumed: 50 of 67 TFLOP/s"),
+    "memory_efficiency": Fact(0.85, "share of HBM bandwidth of element-wise kernels; assumed, about what copies reach on H100"),
     "sort_passes": Fact(4, "times that a sort reads and writes its keys: radix sort, 8 bits a pass, keys and indices"),
-    "kernel_s": Fact(3e-6, "seconds between two dependent kernels on one stream beyond their work; CUDA's start and drain"),
-    "launch_s": Fact(6e-6, "seconds of CPU per eager operation, autograd included; PyTorch overhead benchmarks 4-8 us"),
+    "kernel_s": Fact(3e-6, "seconds of a kernel beyond its work, start and drain; assumed"),
+    "launch_s": Fact(6e-6, "seconds of CPU per eager operation, autograd included; assumed, 4-8 us is usual"),
     "default_ctas": Fact(32, "thread blocks, so SMs, of a process group without a cap; NCCL's default NCCL_MAX_CTAS"),
     "base_s": Fact(17e-6, "seconds to start a collective; NCCL's tuning table, ring, simple protocol"),
     "node_hop_s": Fact(3.4e-6, "seconds per step over NVLink; NCCL's tuning table, ring, simple protocol"),
@@ -206,7 +206,8 @@ def kind_of(func) -> Kind:
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     view = bool(aliases) and not any(a.is_write for a in aliases) or schema.name in FREE
-    return Kind(schema.name, view, any(changed), sum(changed) == 1 and changed[0] and len(aliases) == 1 and schema.name[-1] == "_")
+    in_place = sum(changed) == 1 and changed[0] and len(aliases) == 1 and schema.name[-1] == "_"
+    return Kind(schema.name, view, any(changed), in_place)
 
 
 def form(args: tuple) -> tuple:
@@ -276,7 +277,7 @@ class Sync(NamedTuple):
 class Recorder(Tracker):
     """Counts live bytes by purpose as a Tracker does, and writes down what happens."""
 
-    def __init__(self, already: dict, bounds: dict[int, list[int]], compute: torch.dtype = torch.bfloat16, sort_passes: float = 4):
+    def __init__(self, already: dict, bounds: dict[int, list[int]], compute=torch.bfloat16, sort_passes: float = 4):
         super().__init__(already)
         self.compute = compute  # type of the model's products
         self.events: list = []
@@ -491,13 +492,14 @@ def record(hp: train.Hyperparameters, m: Model, o: Options, rows: list | None = 
     finally:
         parallel.WIRE.calls, parallel.WIRE.sent, model.META_AS = calls, sent, None
     mine = sum(x.nbytes for x in (*state.master.values(), *(x for kinds in state.moments.values() for x in kinds.values())))
-    return Recording(hp, m, grid, recorder.events, {k: v for k, v in recorder.at_peak.items() if v}, counted, muon, mine, all_bounds,
-                     time.perf_counter() - began)
+    peak = {k: v for k, v in recorder.at_peak.items() if v}
+    return Recording(hp, m, grid, recorder.events, peak, counted, muon, mine, all_bounds, time.perf_counter() - began)
 
 
 def row_of(bounds: list[int], T: int) -> train.DeviceRow:
     tokens = torch.empty(T, dtype=torch.int64, device=META)
-    return train.DeviceRow(tokens, torch.empty_like(tokens), Segments(bounds, torch.empty(len(bounds), dtype=torch.int32, device=META)), T)
+    on_device = torch.empty(len(bounds), dtype=torch.int32, device=META)
+    return train.DeviceRow(tokens, torch.empty_like(tokens), Segments(bounds, on_device), T)
 
 
 def prepare(hp, m: Model, grid, transport, recorder: Recorder):
@@ -516,8 +518,10 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
 # Replay
 # ------------------------------------------------------------------------------------------------------------------
 
-EFFICIENCY = {"expert products": "expert_efficiency", "Newton-Schulz": "orthogonal_efficiency", "head products": "head_efficiency", "attention": "attention_efficiency",
-              "attention gradient": "attention_back_efficiency"}
+# class of operations -> its share of the peak, where the machine has one (else that of dense products)
+EFFICIENCY = {"expert products": "expert_efficiency", "attention": "attention_efficiency",
+              "attention gradient": "attention_back_efficiency", "head products": "head_efficiency",
+              "Newton-Schulz": "orthogonal_efficiency"}
 INFINIBAND, NVLINK, C2C_IN, C2C_OUT = "InfiniBand", "NVLink", "C2C in", "C2C out"
 
 
@@ -825,8 +829,8 @@ def table(rows: list[tuple], indent: str = "  ") -> list[str]:
     """Rows of equal length as aligned text; the first column to the left."""
     rows = rows or [("none",)]
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return [indent + "  ".join(str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
-            for row in rows]
+    cells = [[str(cell).ljust(w) if i == 0 else str(cell).rjust(w) for i, (cell, w) in enumerate(zip(row, widths))] for row in rows]
+    return [(indent + "  ".join(row)).rstrip() for row in cells]
 
 
 def seconds_table(parts: dict[str, float], whole: float, least: float = 0.001) -> list[str]:
@@ -947,7 +951,8 @@ def probe(folder: str, settings: list[str]):
     where = launch.place()
     hp, m = train.resolve(train.parse(settings), where)
     launch.setup(where)
-    grid, dtype, T = parallel.make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m), getattr(torch, hp.dtype), m.seq_len
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m)
+    dtype, T = getattr(torch, hp.dtype), m.seq_len
 
     def together():
         parallel.exchange([0.0], grid, where.device)
@@ -957,7 +962,7 @@ def probe(folder: str, settings: list[str]):
         def x(*shape, dtype=dtype, grad=False):
             return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(grad)
 
-        rows = T * grid.E * m.top_k // grid.E
+        rows = T * m.top_k
         h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
             rows, 2 * m.expert_width, grad=True), x(rows, dtype=torch.float32, grad=True)
         gradient = x(m.experts // grid.E, 2 * m.expert_width, m.width)
@@ -991,11 +996,12 @@ def product_rates(m: Model, grid, dtype, T: int) -> dict[str, tuple[int, Callabl
     local, rows, J, n = m.experts // grid.E, T * m.top_k, m.kv_heads, min(T, model.QUERY_BLOCK)
     h, wide, tokens, experts = x(T, m.width), x(m.width, m.width), x(rows, m.width), x(local, m.width, 2 * m.expert_width)
     offsets = (torch.arange(1, local + 1) * (rows // local)).int()
-    q, k, p, router = x(J, m.heads // J * n, m.head_dim), x(J, m.head_dim, n), x(J, m.heads // J * n, n), x(m.width, m.experts, dtype=torch.float32)
+    q, k, p = x(J, m.heads // J * n, m.head_dim), x(J, m.head_dim, n), x(J, m.heads // J * n, n)
+    router, grouped = x(m.width, m.experts, dtype=torch.float32), torch.nn.functional.grouped_mm
     head, h32 = x(m.width, m.vocab), h.float()
     one, matrix = 2 * m.heads * n * n * m.head_dim, x(4, m.expert_width, m.width, dtype=torch.bfloat16)
     return {"dense_efficiency": (2 * T * m.width**2, lambda: h @ wide),
-            "expert_efficiency": (2 * rows * m.width * 2 * m.expert_width, lambda: torch.nn.functional.grouped_mm(tokens, experts, offs=offsets)),
+            "expert_efficiency": (4 * rows * m.width * m.expert_width, lambda: grouped(tokens, experts, offs=offsets)),
             "attention_efficiency": (2 * one, lambda: (torch.baddbmm(p, q, k), torch.bmm(p, k.mT))),
             "attention_back_efficiency": (2 * one, lambda: (torch.bmm(p, k.mT), torch.bmm(p.mT, q))),
             "orthogonal_efficiency": (8 * m.expert_width**2 * m.width, lambda: matrix @ matrix.mT),
@@ -1245,8 +1251,8 @@ def main(argv: list[str]) -> int:
     for text in args.set:
         name, _, value = text.partition("=")
         if name not in r and not name.endswith(" rate"):
-            raise ConfigError(f"--set {text}: no such constant; {args.machine} has {', '.join(r)}, and any class of operations has '<class> rate', "
-                              "its bytes/s")
+            raise ConfigError(f"--set {text}: no such constant; {args.machine} has {', '.join(r)}; and any class of operations has "
+                              "'<class> rate', its bytes/s")
         r[name] = train.parse_value(name, value, float)
     if args.sweep:
         rows = sweep(args.sweep, settings, o, r, given, args)
@@ -1260,7 +1266,7 @@ def main(argv: list[str]) -> int:
     print(json.dumps(found) if args.json else page(found), flush=True)
     if not found["memory"]["fits"] and not args.json:
         near = nearest_that_fit(settings, o, found["memory"], r)
-        print("\n".join(["Nearest settings that fit", *(f"  {line}" for line in near or ["none was found in the time that is given to it"])]))
+        print("\n  ".join(["Nearest settings that fit", *(near or ["none was found in the time that is given to it"])]))
     return launch.EXIT_OK
 
 

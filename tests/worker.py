@@ -185,8 +185,8 @@ def ledger(where, out: Path, options: dict):
 
 
 def tracked(where, out: Path, options: dict):
-    """Peak of live bytes by purpose in a step of each case after the first, in which nothing is made for the first time. Of three
-    steps the one with the lowest: gloo's threads sometimes let go of a tensor late."""
+    """Peak of live bytes by purpose in a step of each case after the first, in which nothing is made for the first time. Of two
+    steps the one with the lower: gloo's threads sometimes let go of a tensor late. And the bytes sent, by group and purpose."""
     m = model_of("debug", layers=2, seq_len=256, max_per_group=1)
     results = {}
     for case in options["cases"]:
@@ -197,13 +197,15 @@ def tracked(where, out: Path, options: dict):
         parallel.fill_own(state, wire)
         parallel.start_refresh(state, grid, wire)()
         peaks = []
-        for step in range(4):
+        for step in range(3):
+            parallel.WIRE.sent.clear()
             with offload.Tracker(offload.resident(state, inputs)) as memory:
                 train.schedule(rows, state, grid, m, wire, 1 / m.seq_len, keep_layers=case.get("keep", 0), inputs=inputs)
                 optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step, wire)
             peaks.append(memory)
         lowest = min(peaks[1:], key=lambda memory: memory.peak)
-        results[case["name"]] = {purpose: count for purpose, count in lowest.at_peak.items() if count}
+        sent = {f"{group} {purpose}": count for (group, purpose), count in parallel.WIRE.sent.items()}
+        results[case["name"]] = {"peak": {purpose: count for purpose, count in lowest.at_peak.items() if count}, "sent": sent}
     (out / f"tracked.{where.rank}.json").write_text(json.dumps(results))
 
 
