@@ -10,10 +10,12 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv train test bench eval sample clean
+.PHONY: help venv train test bench plan plan-ladder eval sample clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
+	@echo 'make plan     NODES=n [SIZE=1t] [ARGS="--offload_state=True ..."]  dry run: does it fit, how fast, what limits it'
+	@echo 'make plan-ladder                        dry run beside published figures'
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
@@ -43,6 +45,13 @@ test: $(STAMP)
 
 bench: $(STAMP)
 	exec $(PY) bench.py $(ARGS)
+
+plan: SIZE = 1t
+plan: $(STAMP)
+	exec $(PY) plan.py --nodes $(or $(NODES),96) --size $(SIZE) $(ARGS)
+
+plan-ladder: $(STAMP)
+	exec $(PY) plan.py --ladder $(ARGS)
 
 eval: $(STAMP)
 	exec $(PY) eval.py loss $(ARGS)

@@ -26,6 +26,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 
+META_AS: torch.device | None = None  # whose branches meta tensors take in a dry run; None: an accelerator's
+
+
+def acting(device: torch.device) -> torch.device:
+    """The device whose branches to take: in a dry run that of the machine that is planned for."""
+    return META_AS if META_AS and device.type == "meta" else device
+
+
 class ConfigError(Exception):
     """Input that cannot work: the message names the setting, its value and the fix. Ends the program with code 2."""
 
@@ -272,7 +280,7 @@ class SwiGLU(Function):
 
 def slabs(x: Tensor) -> Iterator[slice]:
     """Rows of x, some at a time."""
-    rows = max(1, (2**18 if x.device.type == "cpu" else 2**27) // x.shape[1])
+    rows = max(1, (2**18 if acting(x.device).type == "cpu" else 2**27) // x.shape[1])
     return (slice(a, a + rows) for a in range(0, len(x), rows))
 
 
@@ -353,7 +361,7 @@ def probabilities(q_JnK: Tensor, k_JKL: Tensor, n: int) -> Tensor:
 
 def segment_attention(q_THK: Tensor, k_TJK: Tensor, v_TJK: Tensor, segments: Segments) -> Tensor:
     """Causal attention inside each segment, none across; returns [T, H, K]."""
-    if q_THK.device.type != "cuda" or q_THK.dtype == torch.float32:
+    if acting(q_THK.device).type not in ("cuda", "meta") or q_THK.dtype == torch.float32:
         return SegmentAttention.apply(q_THK, k_TJK, v_TJK, segments.bounds)
     from torch.nn.attention.varlen import varlen_attn
 
@@ -453,7 +461,7 @@ class Pairs(NamedTuple):
 
 def row_multiple(device: torch.device) -> int:
     """Each expert's rows are filled up to a multiple of this: a CPU's products are compiled for each new number of rows."""
-    return 32 if device.type == "cpu" else 1
+    return 32 if acting(device).type == "cpu" else 1
 
 
 def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: int, full: bool = False) -> Pairs:
@@ -679,8 +687,13 @@ def count_rows(chosen_Mk: Tensor, mine: range, m: Model) -> int:
     pass, and rounded up (fewer sizes for the allocator to hold)."""
     if even_load(mine, m):
         return chosen_Mk.shape[0] * most_per_token(len(mine), m)
-    count = int(((chosen_Mk >= mine.start) & (chosen_Mk < mine.stop)).sum())
+    count = count_mine(chosen_Mk, mine)
     return min(-(-max(count, 1) // 128) * 128, chosen_Mk.numel())
+
+
+def count_mine(chosen_Mk: Tensor, mine: range) -> int:
+    """Waits for the device. The dry run, which has no values, puts its expectation in this place."""
+    return int(((chosen_Mk >= mine.start) & (chosen_Mk < mine.stop)).sum())
 
 
 HEAD_CHUNK = 2**26  # logits that exist at a time: 128 MiB in bf16

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Iterable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ class Arena:
     def __init__(self, purpose: str, nbytes: int, device: torch.device):
         self.purpose, self.used = purpose, 0
         try:
-            self.slab = torch.empty(nbytes, dtype=torch.uint8)
+            self.slab = torch.empty(nbytes, dtype=torch.uint8, device=device if device.type == "meta" else "cpu")
             self.slab.fill_(0)
         except RuntimeError as error:
             lower = "lower --offload_fraction" if purpose == "inputs" else "use --offload_state=False"
@@ -116,9 +116,11 @@ class Copies:
         self.poison: np.random.Generator | None = None  # targets hold NaN until wait; copies happen late at random, even in
         # wait, and keep nothing alive: a source or target that was dropped or changed before wait shows
         self.in_flight = 0  # started and not waited for
+        # dry run, on a meta device: told (way, what, bytes) of each copy, which is not made; returns what its wait calls
+        self.record: Callable[[str, str, int], Callable[[], None]] | None = None
         if device.type == "cpu":
             self.lanes = {way: ThreadPoolExecutor(1, f"copies-{way}") for way in ("out", "in")}
-        else:
+        elif device.type != "meta":  # of a dry run
             self.lanes = {way: torch.Stream(device) for way in ("out", "in")}
 
     def send(self, what: str, source: Tensor, target: Tensor) -> Copy:
@@ -133,6 +135,8 @@ class Copies:
         if self.trace is not None:
             self.trace.append(("start", what))
         self.in_flight += 1
+        if self.record is not None:
+            return Copy(self, what, source, target, self.record(way, what, source.nbytes))
         lane, delay_s = self.lanes[way], self.delay_s
         if isinstance(lane, ThreadPoolExecutor):
             if self.poison is not None:

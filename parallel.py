@@ -178,9 +178,12 @@ class Wire:
     calls: Counter = field(default_factory=Counter)  # (group, purpose) -> collectives
     sent: Counter = field(default_factory=Counter)  # (group, purpose) -> bytes that this rank sent
     waited_s: float = 0.0  # time spent in waits, for exposed_comm_s
+    waited: Counter = field(default_factory=Counter)  # the same by purpose
     trace: list | None = None  # (event, what) in program order, where a test wants it
     tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
     poison: np.random.Generator | None = None  # see PoisonedPending
+    # dry run: told (kind, group, purpose, bytes sent, input, output) of each collective, which does not run; returns its Work
+    record: Callable | None = None
 
     def started(self, kind: str, group: Group, purpose: str, sent: int):
         self.calls[group.name, purpose] += 1
@@ -212,7 +215,8 @@ class Pending:
         if self._work is not None:
             start = time.perf_counter()
             self._work.wait()
-            WIRE.waited_s += time.perf_counter() - start
+            waited_s = time.perf_counter() - start
+            WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out
@@ -254,6 +258,8 @@ def poison(x: Tensor):
 def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sent: int) -> Pending:
     """Counts a collective and starts it; op(out, x) returns the Work."""
     WIRE.started(kind, group, purpose, sent)
+    if WIRE.record is not None:
+        return Pending(purpose, WIRE.record(kind, group, purpose, sent, x, out), (x, out), None)
     work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
     return Pending(purpose, work, (x, out), None)
 
@@ -602,6 +608,8 @@ def init_state(m: Model, grid: Grid, seed: int, device: torch.device, offload: b
     shapes = {name: bucket.owned for name, bucket in buckets.items()}
     master = homes("masters", shapes, device, offload)
     for name, bucket in buckets.items():
+        if device.type == "meta":
+            continue
         flat = master[name].view(-1)
         for p in pieces(bucket, m, grid):
             flat[p.at : p.at + p.stop - p.start] = initial_values(seed, p.name, p.start, p.stop, init_std(p.name, m))

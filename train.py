@@ -658,7 +658,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
     while step < last:
-        start, waited_s, sent = time.perf_counter(), WIRE.waited_s, WIRE.sent.copy()
+        start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
         lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
@@ -675,6 +675,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
                 ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
                 raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
                                          "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
+            began_update = time.perf_counter()
             optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
                          transport, chunk=hp.stream_chunk)
 
@@ -682,8 +683,10 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         ending = step == last or requested
         times.append(time.perf_counter() - start)
         measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
+                    "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
+                    "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
                     "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}

@@ -186,6 +186,31 @@ def ledger(where, out: Path, options: dict):
     (out / f"ledger.{where.rank}.json").write_text(json.dumps(results))
 
 
+def tracked(where, out: Path, options: dict):
+    """Peak of live bytes by purpose in a step of each case after the first, in which nothing is made for the first time. Of two
+    steps the one with the lower: gloo's threads sometimes let go of a tensor late. And the bytes sent, by group and purpose."""
+    m = model_of("debug", layers=2, seq_len=256, max_per_group=1)
+    results = {}
+    for case in options["cases"]:
+        _, grid, state, _ = start(where, case, 1, m)
+        rows, wire = random_rows(m, where.world)[where.rank : where.rank + 1], transport(case)
+        plan, inputs = optim.plan_muon(state, grid, m, "muon"), offload.make_inputs(
+            m.layers, 1, (m.seq_len, m.width), wire.compute, case.get("offload", 0), state.copies or offload.Copies(where.device))
+        parallel.fill_own(state, wire)
+        parallel.start_refresh(state, grid, wire)()
+        peaks = []
+        for step in range(3):
+            parallel.WIRE.sent.clear()
+            with offload.Tracker(offload.resident(state, inputs)) as memory:
+                train.schedule(rows, state, grid, m, wire, 1 / m.seq_len, keep_layers=case.get("keep", 0), inputs=inputs)
+                optim.update(state, grid, plan, "muon", 1e-3, 0.1, 1.0, step, wire)
+            peaks.append(memory)
+        lowest = min(peaks[1:], key=lambda memory: memory.peak)
+        sent = {f"{group} {purpose}": count for (group, purpose), count in parallel.WIRE.sent.items()}
+        results[case["name"]] = {"peak": {purpose: count for purpose, count in lowest.at_peak.items() if count}, "sent": sent}
+    (out / f"tracked.{where.rank}.json").write_text(json.dumps(results))
+
+
 def loopback_bytes() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
