@@ -286,6 +286,7 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.known: dict[int, tuple[str, int]] = {}  # storage -> purpose, bytes
         self.finalizers: list[weakref.finalize] = []
+        self.fixed: set[int] = set()  # storages that keep the purpose which they came with
         self.live, self.total, self.peak, self.at_peak = Counter(), 0, 0, Counter()
         self.already = already
 
@@ -294,7 +295,7 @@ class Tracker(TorchDispatchMode):
         for purpose, tensors in self.already.items():
             for x in tensors:
                 self.see(x, purpose)
-        self.already = set(self.known)
+        self.fixed = set(self.known)
         return super().__enter__()
 
     def __exit__(self, *args):
@@ -320,13 +321,13 @@ class Tracker(TorchDispatchMode):
 
     def forget(self, key: int):
         purpose, nbytes = self.known.pop(key)
-        self.already.discard(key)  # the address may be taken again
+        self.fixed.discard(key)  # the address may be taken again
         self.add(purpose, -nbytes)
 
     def relabel(self, x: Tensor, purpose: str):
         """But for what was there before: gathered weights may be the masters themselves."""
         key = x.untyped_storage()._cdata
-        if key in self.known and key not in self.already and self.known[key][0] != purpose:
+        if key in self.known and key not in self.fixed and self.known[key][0] != purpose:
             old, nbytes = self.known[key]
             self.known[key] = purpose, nbytes
             self.live[old] -= nbytes

@@ -14,9 +14,7 @@ CASES += [
     dict(name="layer-regather", dense="layer", reshard=False),
     dict(name="fp8", weights="fp8"),  # the same blocks in every layout, so as equal as without
     dict(name="chunks", chunk=1),
-    dict(name="kept", keep=2, shared=1, router="sigmoid"),  # the graph without the weights
-    dict(name="kept-layer", keep=1, dense="layer", weights="fp8"),
-    dict(name="offload", offload=1.0, offload_state=True, stream=500),
+    dict(name="kept", keep=1, shared=1, router="sigmoid", dense="layer", weights="fp8"),  # a graph without the weights
     # what production uses: only bf16's own rounding may differ
     dict(name="production", router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16", fixed=True, loose=True),
 ]
