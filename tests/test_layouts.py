@@ -7,7 +7,8 @@ import torch
 from safetensors import safe_open
 from spawn import worker
 
-CASES = [dict(name=f"c{c}-{router}", c=c, router=router) for c in (1, 2, 4) for router in ("softmax", "sigmoid")]
+CASES = [dict(name=f"c{c}-{router}", c=c, router=router)
+         for c, router in ((1, "softmax"), (1, "sigmoid"), (2, "sigmoid"), (4, "softmax"))]
 CASES += [
     dict(name="shared", c=1, router="sigmoid", shared=1),
     dict(name="layer", dense="layer"),
@@ -73,8 +74,10 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize("nodes, ranks, replicas", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2)])
 def test_layout_equals_one_rank(reference, tmp_path, nodes, ranks, replicas):
-    found = run(tmp_path, nodes, ranks, replicas)
-    for case in CASES:
+    # what happens inside a replica was compared without replicas: eight ranks need not repeat all of it
+    cases = [c for c in CASES if replicas == 1 or c["name"] in ("c1-softmax", "c4-softmax", "kept", "layer", "layer-regather", "production")]
+    found = run(tmp_path, nodes, ranks, replicas, cases)
+    for case in cases:
         wrong = differences(reference[case["name"]], found[case["name"]], case.get("loose", False))
         assert not wrong, (case["name"], wrong)
     for other in ("layer", "layer-regather"):  # how dense weights travel changes no bit; a stale refresh would

@@ -119,7 +119,7 @@ def recording(case: dict, nodes: int, per_node: int, rank: int, device: str = "c
 
 @pytest.mark.parametrize("nodes, per_node", [(1, 4), (2, 2)])
 def test_bytes_and_peak_memory_equal_those_of_a_real_run(tmp_path, nodes, per_node):
-    cases = [*CASES, dict(CASES[0], name="offloaded", offload_state=True, offload=0.5), dict(CASES[0], name="kept", keep=1)]
+    cases = [CASES[0], CASES[2], dict(CASES[3], name="offloaded", offload_state=True, offload=0.5), dict(CASES[1], name="kept", keep=1)]
     worker("tracked", nodes, per_node, tmp_path, cases=cases)
     for rank in range(4):
         results = json.loads((tmp_path / f"tracked.{rank}.json").read_text())
