@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
+import corpus
 import data
 import launch
 import train
@@ -107,7 +108,7 @@ def open_run(s: Settings, device: torch.device) -> Run:
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
     hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer,
                              dtype=train.resolve_dtype(s.dtype, device))
-    data.check_source(hp.data, hp.tokenizer)
+    corpus.check_source(hp.data, hp.tokenizer)
     return Run(path, manifest, hp, Model(**manifest["model"]))
 
 
@@ -285,7 +286,7 @@ def compare(s: LossSettings, run: Run, path: Path, mean: float, keys: np.ndarray
     seen = step * run.hp.rows_per_step
     positions = min(seen, max(s.fit_tokens // rows.seq_len, 1))
     tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab)
-    n_bytes = int(data.token_bytes(data.load_tokenizer(path))[keys % rows.vocab].sum())
+    n_bytes = int(corpus.token_bytes(corpus.load_tokenizer(path))[keys % rows.vocab].sum())
     nats = {"model": mean}
     for name in ("bigram", "unigram"):
         nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
@@ -402,10 +403,10 @@ def sample(argv: list[str]) -> int:
     run = open_run(s, where.device)
     launch.setup(where)
     grid = make_grid(0, 1, 1, 1, run.m)
-    tok = data.load_tokenizer(open_data(run, grid, where.device))
+    tok = corpus.load_tokenizer(open_data(run, grid, where.device))
     weights = whole_weights(load_state(run, grid, where.device), grid, run.m, as_trained(run))
     sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
-    prompt = data.encode(tok, [s.prompt])[0]
+    prompt = corpus.encode(tok, [s.prompt])[0]
     note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
     print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
           + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))

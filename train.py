@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
+import corpus
 import data
 import launch
 import optim
@@ -358,7 +359,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
-    data.check_source(hp.data, hp.tokenizer)
+    corpus.check_source(hp.data, hp.tokenizer)
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
     hp = dataclasses.replace(hp, dtype=dtype,

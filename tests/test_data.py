@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import corpus
 import data
 from model import ConfigError
 
@@ -44,7 +45,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tok(small):
-    return data.load_tokenizer(small[2])
+    return corpus.load_tokenizer(small[2])
 
 
 def stage(cache: Path, name: str) -> Path:
@@ -54,15 +55,15 @@ def stage(cache: Path, name: str) -> Path:
 
 def pack_documents(out: Path, documents: list[list[int]], S: int, order=None, vocab: int = 100) -> data.Rows:
     """Pack plain lists (end tokens included) as both splits of a finished directory."""
-    tokens = np.array([t for d in documents for t in d], data.token_dtype(vocab))
+    tokens = np.array([t for d in documents for t in d], corpus.token_dtype(vocab))
     offsets = np.cumsum([0] + [len(d) for d in documents])
     order = np.arange(len(documents)) if order is None else order
 
     def build(folder):
-        counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in data.SPLITS}
-        return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": data.token_dtype(vocab).str,
+        counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in corpus.SPLITS}
+        return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": corpus.token_dtype(vocab).str,
                 "tokenizer_hash": "", "splits": counts}
-    return data.Rows(data._stage(out, "rows-x", build), "train")
+    return data.Rows(corpus.stage(out, "rows-x", build), "train")
 
 
 def expected_rows(documents: list[list[int]], S: int):
@@ -161,14 +162,14 @@ def documents_in_rows(rows: data.Rows, eod: int) -> list[list[int]]:
 def test_every_token_once_and_nothing_held_out(small, tok):
     source, cache, path = small
     texts = [json.loads(line)["text"] for line in open(source)]
-    want = Counter(tuple(ids) + (tok.eos_id(),) for ids in data.encode(tok, texts))
+    want = Counter(tuple(ids) + (tok.eos_id(),) for ids in corpus.encode(tok, texts))
     train = Counter(map(tuple, documents_in_rows(data.Rows(path, "train"), tok.eos_id())))
     val = Counter(map(tuple, documents_in_rows(data.Rows(path, "val"), tok.eos_id())))
     assert train + val == want and not train & val and val and len(val) < 0.05 * len(want)
 
 
 def test_targets_follow_the_documents(small, tok):
-    for split in data.SPLITS:
+    for split in corpus.SPLITS:
         rows = data.Rows(small[2], split)
         every = [rows[r] for r in range(len(rows))]
         flat = np.concatenate([row.tokens_S for row in every])
@@ -182,20 +183,20 @@ def test_targets_follow_the_documents(small, tok):
 
 
 def test_tokenizer_sees_training_documents_only(small):
-    corpus = data.Corpus(stage(small[1], "corpus"))
-    heads = {corpus[i].split()[0] for i in np.flatnonzero(corpus.held_N)}
-    seen = {line.split()[0] for line in data._sample_lines(corpus) if line}
+    texts = corpus.Corpus(stage(small[1], "corpus"))
+    heads = {texts[i].split()[0] for i in np.flatnonzero(texts.held_N)}
+    seen = {line.split()[0] for line in corpus._sample_lines(texts) if line}
     assert heads and not heads & seen and len(seen) > 250
 
 
 def test_sample_keeps_long_lines(tmp_path):
     records = [json.dumps({"text": f"{i} " + "longline " * 3000}) + "\n" for i in range(3)]
     (tmp_path / "s.jsonl").write_text("".join(records))
-    data._corpus(tmp_path, str(tmp_path / "s.jsonl"), quiet)
-    corpus = data.Corpus(stage(tmp_path, "corpus"))
-    lines = list(data._sample_lines(corpus))
+    corpus.read_corpus(tmp_path, str(tmp_path / "s.jsonl"), quiet)
+    texts = corpus.Corpus(stage(tmp_path, "corpus"))
+    lines = list(corpus._sample_lines(texts))
     assert max(map(len, lines)) <= 4000
-    train = [corpus[i] for i in np.flatnonzero(~corpus.held_N)]
+    train = [texts[i] for i in np.flatnonzero(~texts.held_N)]
     assert len(train) == 2 and "".join(lines) in (train[0] + train[1], train[1] + train[0])
 
 
@@ -250,7 +251,7 @@ def test_processes_prepare_at_once(small, tmp_path, monkeypatch, lock):
     if not lock:
         def refuse(*_):
             raise OSError("no locks here")
-        monkeypatch.setattr(data.fcntl, "flock", refuse)
+        monkeypatch.setattr(corpus.fcntl, "flock", refuse)
     fork = multiprocessing.get_context("fork")
     barrier, results = fork.Barrier(3), fork.Queue()
     workers = [fork.Process(target=_prepare_in_process, args=(str(small[0]), str(tmp_path / "c"), barrier, results))
@@ -269,7 +270,7 @@ def test_failed_build_leaves_nothing(tmp_path):
         (out / "half").write_text("x")
         raise RuntimeError("stop")
     with pytest.raises(RuntimeError):
-        data._stage(tmp_path, "rows-y", build)
+        corpus.stage(tmp_path, "rows-y", build)
     assert [p.name for p in tmp_path.iterdir()] == [".rows-y.lock"]
 
 
@@ -277,8 +278,8 @@ def test_single_document_is_split(tmp_path):
     text = "".join(f"line {i} of the play\n" for i in range(2000))
     (tmp_path / "play.txt").write_text(text)
     path = data.prepare(str(tmp_path / "play.txt"), 300, 64, 0, cache=str(tmp_path / "c"), log=quiet)
-    tok = data.load_tokenizer(path)
-    train, val = (documents_in_rows(data.Rows(path, s), tok.eos_id()) for s in data.SPLITS)
+    tok = corpus.load_tokenizer(path)
+    train, val = (documents_in_rows(data.Rows(path, s), tok.eos_id()) for s in corpus.SPLITS)
     assert len(train) == len(val) == 1
     assert tok.decode(train[0]) + tok.decode(val[0]) == text and 0.005 < len(val[0]) / len(train[0]) < 0.02
 
@@ -287,7 +288,7 @@ def test_embedded_source_split():
     long = "é word " * 40 + "end"
     rest = '        if os:\n            async def g():\n                """short"""\n                return "é"\n'
     head = '"""%s"""\nimport os\nclass A:\n    def f(self):\n        %s\n'
-    docstrings, code = data.split_source(head % (long, f"r'''{long}1\n        more'''") + rest)
+    docstrings, code = corpus.split_source(head % (long, f"r'''{long}1\n        more'''") + rest)
     assert sorted(docstrings) == [long, long + "1\nmore"]
     assert code == head % ("...", '"""..."""') + rest
     compile(code, "code", "exec")
@@ -302,21 +303,21 @@ TEXTS = ["a\tb\n\n\tc", "  lead and trail  ", "🤗 émoji 漢字", "0123456789 
 
 @pytest.mark.parametrize("n", range(len(TEXTS)))
 def test_round_trip(tok, n):
-    ids, = data.encode(tok, [TEXTS[n]])
+    ids, = corpus.encode(tok, [TEXTS[n]])
     assert tok.decode(ids) == TEXTS[n]
     assert tok.eos_id() not in ids and tok.unk_id() not in ids
-    assert data.token_bytes(tok)[ids].sum() == len(TEXTS[n].encode())
+    assert corpus.token_bytes(tok)[ids].sum() == len(TEXTS[n].encode())
 
 
 def test_round_trip_together(tok):
-    assert [tok.decode(ids) for ids in data.encode(tok, TEXTS)] == TEXTS
+    assert [tok.decode(ids) for ids in corpus.encode(tok, TEXTS)] == TEXTS
 
 
 def test_tokenizer_settings(tok):
     assert tok.vocab_size() == VOCAB and tok.id_to_piece(tok.eos_id()) == "</s>" and tok.bos_id() == -1
     assert tok.encode("\n\n") == [tok.piece_to_id("\n")] * 2
     assert len(tok.encode("2048")) == 4
-    sizes = data.token_bytes(tok)
+    sizes = corpus.token_bytes(tok)
     assert sizes.dtype == np.int64 and sizes.shape == (VOCAB,)
     assert sizes[tok.eos_id()] == sizes[tok.unk_id()] == 0 and sizes[tok.piece_to_id("<0xE2>")] == 1
     assert sizes[tok.piece_to_id("▁")] == 1
@@ -324,13 +325,13 @@ def test_tokenizer_settings(tok):
 
 def test_tokenizer_hash(tok):
     model = tok.serialized_model_proto()
-    assert [v for f, v in data._wire(model) if f == 1][1][2:6] == b"</s>"
-    assert len([1 for f, _ in data._wire(model) if f == 1]) == VOCAB
-    assert data.tokenizer_hash(model) == data.tokenizer_hash(model)
+    assert [v for f, v in corpus._wire(model) if f == 1][1][2:6] == b"</s>"
+    assert len([1 for f, _ in corpus._wire(model) if f == 1]) == VOCAB
+    assert corpus.tokenizer_hash(model) == corpus.tokenizer_hash(model)
     # trainer settings at the end of the message (here: input file, field 1) change the bytes, not the hash
-    assert data.tokenizer_hash(model + b"\x12\x05\x0a\x03a/b") == data.tokenizer_hash(model)
-    assert data.tokenizer_hash(model.replace(b"</s>", b"</t>")) != data.tokenizer_hash(model)
-    assert data.tokenizer_hash(model.replace(b"identity", b"identitz")) != data.tokenizer_hash(model)
+    assert corpus.tokenizer_hash(model + b"\x12\x05\x0a\x03a/b") == corpus.tokenizer_hash(model)
+    assert corpus.tokenizer_hash(model.replace(b"</s>", b"</t>")) != corpus.tokenizer_hash(model)
+    assert corpus.tokenizer_hash(model.replace(b"identity", b"identitz")) != corpus.tokenizer_hash(model)
 
 
 def test_odd_text_is_handled_and_counted(tmp_path):
@@ -351,8 +352,8 @@ def test_odd_text_is_handled_and_counted(tmp_path):
     assert manifest["cleaning"] == {"bom_removed": 1, "crlf_to_lf": 1, "invalid_utf8_replaced": 1, "with_nul": 1,
                                     "empty_dropped": 3, "surrogates_replaced": 1}
     assert all(name in "".join(lines) for name in manifest["cleaning"])
-    tok = data.load_tokenizer(path)
-    texts = {tok.decode(ids) for s in data.SPLITS for ids in documents_in_rows(data.Rows(path, s), tok.eos_id())}
+    tok = corpus.load_tokenizer(path)
+    texts = {tok.decode(ids) for s in corpus.SPLITS for ids in documents_in_rows(data.Rows(path, s), tok.eos_id())}
     assert {"with a mark\nand two line ends\n", "bad \ufffd\ufffd bytes, \ufffd and a zero \0 byte",
             "half \ufffd pair, whole 🤗 pair", "y" * 1_000_000} <= texts
     assert len(texts) == 34
@@ -446,13 +447,13 @@ def test_bad_inputs(sources, change, words):
 
 
 def test_check_source(sources):
-    data.check_source("embedded")
-    data.check_source(str(sources / "good.jsonl"), str(sources / "good.model"))
+    corpus.check_source("embedded")
+    corpus.check_source(str(sources / "good.jsonl"), str(sources / "good.model"))
     for bad in ("nowhere", "hollow", "empty.txt", "text.csv"):
         with pytest.raises(ConfigError, match=f"--data=.*{bad}"):
-            data.check_source(str(sources / bad))
+            corpus.check_source(str(sources / bad))
     with pytest.raises(ConfigError, match="--tokenizer=.*nowhere"):
-        data.check_source("embedded", str(sources / "nowhere"))
+        corpus.check_source("embedded", str(sources / "nowhere"))
 
 
 def test_given_tokenizer(sources, small):
@@ -460,7 +461,7 @@ def test_given_tokenizer(sources, small):
     source, model, cache = (str(sources / name) for name in ("good.jsonl", "good.model", "c"))
     assert data.prepare(source, VOCAB, 64, 0, model, cache, quiet).name == small[2].name
     other = data.prepare(source, 512, 64, 0, model, cache, quiet)
-    assert data.Rows(other, "train").vocab == 512 and data.load_tokenizer(other).vocab_size() == VOCAB
+    assert data.Rows(other, "train").vocab == 512 and corpus.load_tokenizer(other).vocab_size() == VOCAB
 
 
 @pytest.mark.parametrize("name", ["train.rows", "train.bounds", "val.rows", "val.offsets", "tokenizer.model"])
@@ -499,7 +500,7 @@ def test_wrong_directories(small, tmp_path):
         with pytest.raises(ConfigError):
             data.Rows(path, split)
     with pytest.raises(ConfigError):
-        data.load_tokenizer(tmp_path)
+        corpus.load_tokenizer(tmp_path)
     with pytest.raises(IndexError):
         data.Rows(small[2], "train")[10**6]
 
@@ -523,15 +524,15 @@ def test_command_line(small, capsys):
 
 def test_embedded(tmp_path, monkeypatch):
     """The real scan over the smallest of the packages and the standard library."""
-    monkeypatch.setattr(data, "PACKAGES", ("numpy", "no_such_package"))
+    monkeypatch.setattr(corpus, "PACKAGES", ("numpy", "no_such_package"))
     path = data.prepare("embedded", 2048, 256, 0, cache=str(tmp_path), log=quiet)
-    manifest = data.read_manifest(path)
+    manifest = corpus.read_manifest(path)
     prose, code = manifest["domains"]["prose"], manifest["domains"]["code"]
     assert prose["bytes"] > 1_000_000 and 0.8 < code["bytes"] / prose["bytes"] < 1.3
     assert prose["held_out"] and set(manifest["versions"]) == {"numpy", "python", "sentencepiece"}
-    corpus = data.Corpus(stage(tmp_path, "corpus"))
-    assert len(set(map(tuple, corpus.keys_N2.tolist()))) == len(corpus.keys_N2)        # no document twice
-    held = [corpus[i] for i in np.flatnonzero(corpus.held_N & (corpus.domain_N == 0))]
-    train_code = "\n".join(corpus[i] for i in np.flatnonzero(~corpus.held_N & (corpus.domain_N == 1)))
+    texts = corpus.Corpus(stage(tmp_path, "corpus"))
+    assert len(set(map(tuple, texts.keys_N2.tolist()))) == len(texts.keys_N2)        # no document twice
+    held = [texts[i] for i in np.flatnonzero(texts.held_N & (texts.domain_N == 0))]
+    train_code = "\n".join(texts[i] for i in np.flatnonzero(~texts.held_N & (texts.domain_N == 1)))
     assert not any(text.split("\n")[0] in train_code and text in train_code for text in held)
     assert sys.prefix not in train_code and sys.base_prefix not in train_code

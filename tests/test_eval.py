@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import corpus
 import data
 import eval as ev
 from model import ConfigError, model_of
@@ -292,7 +293,7 @@ def test_loss_of_a_trained_run(trained):
     assert found["tokens"] == found["fit_tokens"] == 8 * 64
 
     (path,) = (trained / "data").glob("rows-*")
-    rows, tok = data.Rows(path, "val"), data.load_tokenizer(path)
+    rows, tok = data.Rows(path, "val"), corpus.load_tokenizer(path)
     targets = np.concatenate([rows[r].targets_S[rows[r].targets_S >= 0] for r in range(len(rows))])
     assert (found["rows"], found["targets"]) == (len(rows), len(targets))
     assert found["bytes"] == len(tok.decode(targets.tolist()).encode())  # end-of-document decodes to nothing
