@@ -65,8 +65,8 @@ from model import Model, Segments, choose_experts, init_std, layer_shapes, model
 # Settings of ours by layout: schedule's keep_layers, and fields of parallel.Transport. Where there is one node, no expert
 # weights travel, and compressing them would only cost.
 OURS = {
-    "1x4": {"keep_layers": 7, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
-    "2x2": {"keep_layers": 4, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
+    "1x4": {"keep_layers": 8, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
+    "2x2": {"keep_layers": 6, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
     "single": {"keep_layers": 8, "weights": "compute", "grads": torch.float32, "dense": "layer"},
 }
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "single": (1, 1)}  # nodes, ranks per node

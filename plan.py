@@ -467,7 +467,7 @@ def record(hp: train.Hyperparameters, m: Model, o: Options, rows: list | None = 
     began = time.perf_counter()
     model.META_AS = torch.device(o.device) if o.device == "cpu" else None
     world, transport = o.nodes * o.ranks_per_node, train.transport_of(hp)
-    grid = parallel.make_grid(o.rank, world, o.ranks_per_node, hp.replicas, m, connect=False)
+    grid = parallel.make_grid(o.rank, world, o.ranks_per_node, hp.replicas, m, connect=False, backend="gloo" if model.META_AS else "")
     parallel.check_transport(transport, m, grid)
     all_bounds = rows or [segments_of(m.seq_len, o.lengths, seed) for seed in range(hp.rows_per_rank)]
     batch = [row_of(bounds, m.seq_len) for bounds in all_bounds]
@@ -964,12 +964,12 @@ def probe(folder: str, settings: list[str]):
 
         rows = T * m.top_k
         h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
-            rows, 2 * m.expert_width, grad=True), x(rows, dtype=torch.float32, grad=True)
+            rows, 2 * m.expert_width), x(rows, dtype=torch.float32)
         gradient = x(m.experts // grid.E, 2 * m.expert_width, m.width)
         dgate, order = x(rows, m.expert_width), torch.arange(rows, device=device) * 7 % T
         state = [x(2**20, dtype=torch.float32) for _ in range(4)]
         return {"element-wise": lambda: (gradient.float(), torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
-                                         torch.autograd.grad(model.SwiGLU.apply(gate_up, weight), (gate_up, weight), dgate)),
+                                         model.swiglu(gate_up, weight), model.swiglu_grad(dgate, gate_up, weight)),
                 "routing and permutation": lambda: dy.index_select(0, order),
                 "optimizer passes": lambda: optim.adamw(*state, lr=1e-3, decay=0.1, clip=0.5, step=3)}
 

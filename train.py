@@ -184,7 +184,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
         if train and i >= m.layers - keep_layers:
             graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
-            x = [graph.y_TD.detach() for graph in graphs[-1]]
+            x = [graph.y_TD for graph in graphs[-1]]
         else:
             if train:
                 inputs.save(label("inputs", x))
