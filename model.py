@@ -184,6 +184,12 @@ def flops_per_token(m: Model, mean_segment: float) -> float:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def wide(x: Tensor) -> Tensor:
+    """x for an operation whose other operand is fp32. An accelerator's kernels convert while they read, which spares a pass;
+    a CPU is faster with an fp32 copy."""
+    return x.float() if acting(x.device).type == "cpu" else x
+
+
 class RMSNorm(Function):
     """y = x / rms(x) * w in fp32, returned in x's type. Saves x, w and one fp32 value per row."""
 
@@ -193,16 +199,16 @@ class RMSNorm(Function):
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, w, rstd)
-        return x32.mul_(rstd).mul_(w).to(x.dtype)
+        return torch.mul(x32.mul_(rstd), w, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, dy):
         x, w, rstd = ctx.saved_tensors
-        dy32, xhat = dy.to(torch.float32, copy=True), x.float() * rstd
+        dy32, xhat = wide(dy), wide(x) * rstd
         product = dy32 * xhat
         along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
-        dx = dy32.mul_(w).addcmul_(xhat, along, value=-1).mul_(rstd)
-        return dx.to(x.dtype), product.flatten(0, -2).sum(0), None
+        dx32 = torch.mul(dy32, w, out=None if dy32 is dy else dy32).addcmul_(xhat, along, value=-1)
+        return torch.mul(dx32, rstd, out=torch.empty_like(x)), product.flatten(0, -2).sum(0), None
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -252,8 +258,8 @@ def swiglu(gate_up_PU: Tensor, weight_P: Tensor | None) -> Tensor:
     fp32 intermediates (on a CPU they then stay in its cache)."""
     y_PF = gate_up_PU.new_empty(len(gate_up_PU), gate_up_PU.shape[1] // 2)
     for at in slabs(gate_up_PU):
-        gate, up = gate_up_PU[at].float().chunk(2, -1)
-        y = F.silu(gate).mul_(up)
+        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
+        y = F.silu(gate.float()).mul_(up)
         y_PF[at] = y if weight_P is None else y.mul_(weight_P[at, None])
     return y_PF
 
@@ -262,9 +268,10 @@ def swiglu_grad(dy_PF: Tensor, gate_up_PU: Tensor, weight_P: Tensor | None) -> t
     """Gradients of gate_up and weight. dy_PF becomes, in place, the value again: the next product's gradient needs it."""
     dgate_up_PU, dweight_P = torch.empty_like(gate_up_PU), None if weight_P is None else torch.empty_like(weight_P)
     for at in slabs(gate_up_PU):
-        gate, up = gate_up_PU[at].float().chunk(2, -1)
+        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
         dgate, dup = dgate_up_PU[at].chunk(2, -1)
-        silu, dy = F.silu(gate), dy_PF[at].to(torch.float32, copy=True)
+        gate, dy = gate.float(), dy_PF[at].to(torch.float32, copy=True)
+        silu = F.silu(gate)
         dup32, y = silu * dy, silu.mul_(up)
         if weight_P is not None:
             dweight_P[at] = (dup32 * up).sum(-1)
@@ -522,10 +529,10 @@ def sum_slots(rows_PD: Tensor, pairs: Pairs) -> Tensor:
     for at in slabs(out_MD):
         total = None
         for slot in pairs.slot_MS[at].unbind(1):
-            part = rows_PD.index_select(0, slot if pairs.full else slot.clamp(max=P - 1)).float()
+            part = rows_PD.index_select(0, slot if pairs.full else slot.clamp(max=P - 1))
             if not pairs.full:
                 part.masked_fill_((slot == P)[:, None], 0.0)  # not a product: unread rows may hold NaN
-            total = part if total is None else total.add_(part)
+            total = part.float() if total is None else total.add_(wide(part))
         out_MD[at] = total
     return out_MD
 

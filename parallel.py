@@ -388,9 +388,9 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
     n = packed.shape[-1] * FP8_BLOCK // (FP8_BLOCK + 4)
     out = torch.empty(len(packed), n, dtype=dtype, device=packed.device)
     for expert, into in zip(packed, out):
-        values = expert[:n].view(torch.float8_e4m3fn).float().view(-1, FP8_BLOCK)
+        values = expert[:n].view(torch.float8_e4m3fn).to(torch.bfloat16).view(-1, FP8_BLOCK)  # exact
         scale = expert[n:].clone().view(torch.float32)  # a copy, or its bytes may not be aligned
-        into.copy_((values * scale[:, None]).flatten())
+        torch.mul(values, scale[:, None], out=into.view(-1, FP8_BLOCK))
     return out
 
 
