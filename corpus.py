@@ -26,11 +26,9 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from model import ConfigError
+from errors import ConfigError
+from shards import FORMAT, HELD_OUT, SPLITS, ShardWriter, digest, file_sha256, read_manifest, sync, token_dtype
 
-FORMAT = 1                       # raise it when any stage would write other bytes for the same inputs
-SPLITS = ("train", "val")
-HELD_OUT = 0.01                  # share of the documents that is never trained on
 PACKAGES = ("torch", "numpy", "sympy", "networkx")      # besides the standard library; those present are read
 SKIP_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 MIN_DOCSTRING = 200              # characters; shorter ones are labels rather than prose
@@ -43,53 +41,6 @@ SPACE = "\u2581"                 # SentencePiece writes a space as this characte
 # ---------------------------------------------------------------------------------------------------------------------
 # Stages: directories that exist only when they are finished
 # ---------------------------------------------------------------------------------------------------------------------
-
-def digest(value) -> str:
-    """Hash of a JSON value, independent of key order."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    h = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def read_manifest(path) -> dict:
-    """The manifest of a finished directory, after a check of every file's size (their hashes: `verify`).
-
-    Raises ConfigError for a directory that is not one of ours, of another format, or with a damaged file."""
-    path = Path(path)
-    file = path / "manifest.json"
-    if not file.is_file():
-        raise ConfigError(f"{str(path)!r} is not a prepared directory: it has no manifest.json. "
-                          f"Make one with `python data.py prepare`.")
-    try:
-        manifest = json.loads(file.read_bytes())
-        intact = manifest.pop("digest") == digest(manifest)
-    except (ValueError, KeyError):
-        intact = False
-    if not intact:
-        raise ConfigError(f"{str(file)!r} is damaged. Delete {str(path)!r} and run `python data.py prepare` again.")
-    if manifest["format"] != FORMAT:
-        raise ConfigError(f"{str(path)!r} has data format {manifest['format']}, this program reads {FORMAT}. "
-                          f"Make it anew with `python data.py prepare`.")
-    for name, want in manifest["files"].items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != want["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            raise ConfigError(f"{str(path / name)!r} {found}, the manifest says {want['bytes']:,} bytes. "
-                              f"Delete {str(path)!r} and run `python data.py prepare` again.")
-    return manifest
-
 
 @contextlib.contextmanager
 def _locked(path: Path):
@@ -121,8 +72,9 @@ def stage(cache: Path, name: str, build) -> Path:
             read_manifest(final)
             return final
         for stale in cache.glob(f".{name}.tmp-*"):           # of a killed run: a day old, so surely nobody's
-            if time.time() - stale.stat().st_mtime > 86400:
-                shutil.rmtree(stale, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):     # of a live one without locks, published in between
+                if time.time() - stale.stat().st_mtime > 86400:
+                    shutil.rmtree(stale, ignore_errors=True)
         tmp = cache / f".{name}.tmp-{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
         tmp.mkdir()
         try:
@@ -133,9 +85,9 @@ def stage(cache: Path, name: str, build) -> Path:
             manifest["digest"] = digest(manifest)
             (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
             for p in [*files, tmp / "manifest.json", tmp]:
-                _fsync(p)
+                sync(p)
             _rename(tmp, final)
-            _fsync(cache)
+            sync(cache)
         finally:
             shutil.rmtree(tmp, ignore_errors=True)           # what a failed build, or a lost race, leaves
     read_manifest(final)
@@ -536,35 +488,29 @@ def encode(tok, texts: list[str]) -> list[list[int]]:
     return ids
 
 
-def token_dtype(vocab: int) -> np.dtype:
-    """u16 only where its highest value is free to mean "no successor"; the margin is Megatron's."""
-    return np.dtype("<u2") if vocab < 65_500 else np.dtype("<i4")
-
-
 def _write_tokens(out: Path, corpus: Corpus, tok, vocab: int) -> dict:
-    """Writes {split}.tokens, every document with its end token, and {split}.offsets [N+1] i64. Returns the counts."""
+    """Writes the shard {split}-00000, every document with its end token. Returns the counts."""
     names = list(corpus.manifest["domains"])
     counts = {}
     for split, held in zip(SPLITS, (False, True)):
         documents = np.flatnonzero(corpus.held_N == held)
         sizes = np.diff(corpus.offsets)[documents]
         group_N = np.cumsum(sizes) // ENCODE_BYTES           # documents that are encoded together
-        lengths, per_domain = [], Counter()
-        with open(out / f"{split}.tokens", "wb") as f:
-            for part in np.split(documents, np.flatnonzero(np.diff(group_N)) + 1):
-                for i, ids in zip(part, encode(tok, [corpus[i] for i in part])):
-                    ids.append(tok.eos_id())
-                    np.array(ids, token_dtype(vocab)).tofile(f)
-                    lengths.append(len(ids))
-                    per_domain[names[corpus.domain_N[i]]] += len(ids)
-        np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8").tofile(out / f"{split}.offsets")
-        counts[split] = {"documents": len(lengths), "tokens": sum(lengths), "bytes": int(sizes.sum()),
+        writer, per_domain = ShardWriter(out / f"{split}-00000", token_dtype(vocab)), Counter()
+        for part in np.split(documents, np.flatnonzero(np.diff(group_N)) + 1):
+            for i, ids in zip(part, encode(tok, [corpus[i] for i in part])):
+                ids.append(tok.eos_id())
+                writer.add(ids)
+                per_domain[names[corpus.domain_N[i]]] += len(ids)
+        done = writer.close()
+        counts[split] = {"documents": done["documents"], "tokens": done["tokens"], "bytes": int(sizes.sum()),
                          "tokens_by_domain": dict(per_domain)}
     return counts
 
 
-def tokenize(cache: Path, corpus_dir: Path, vocab: int, tokenizer: str, log) -> Path:
-    """The token stage. Raises ConfigError where the tokenizer is unfit or has more pieces than `vocab`."""
+def tokenize(cache: Path, data: str, vocab: int, tokenizer: str, workers: int, log) -> Path:
+    """The token stage: the finished token set of these settings, built where it is missing. Raises ConfigError where the tokenizer is unfit or has more pieces than `vocab`."""
+    corpus_dir = read_corpus(cache, data, log)
     given = Path(tokenizer).read_bytes() if tokenizer else b""
     if given:
         pieces = _load_model(given, f"--tokenizer={tokenizer!r}").vocab_size()

@@ -31,8 +31,9 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import FORMAT, SPLITS, check_source, digest, file_sha256, load_tokenizer, read_corpus, read_manifest, stage, token_dtype, tokenize
-from model import ConfigError
+from corpus import check_source, load_tokenizer, stage, tokenize
+from errors import ConfigError
+from shards import FORMAT, SPLITS, Shards, digest, file_sha256, read_manifest, token_dtype
 
 PACK_TOKENS = 1 << 22            # tokens that are gathered and written at a time
 
@@ -102,8 +103,8 @@ def _rows(cache: Path, tokens_dir: Path, seq_len: int, seed: int, log) -> Path:
     def build(out: Path) -> dict:
         start, splits = time.perf_counter(), {}
         for n, split in enumerate(SPLITS):
-            tokens = np.memmap(tokens_dir / f"{split}.tokens", before["dtype"], "r")
-            offsets = np.fromfile(tokens_dir / f"{split}.offsets", "<i8")
+            shards = Shards(tokens_dir, split)
+            tokens, offsets = np.concatenate(shards.bins), np.concatenate([[0], np.cumsum(shards.lengths_N, dtype=np.int64)])
             order = document_order(len(offsets) - 1, seed, n)
             splits[split] = {**before["splits"][split],
                              **pack(out, split, tokens, offsets, order, seq_len, before["vocab"], before["eod"])}
@@ -136,8 +137,7 @@ def prepare(data: str, vocab: int, seq_len: int, seed: int, tokenizer: str = "",
         raise ConfigError(f"{cache!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
                           "another directory, or make it writable (data.py prepare takes --cache).") from None
     start = time.perf_counter()
-    corpus_dir = read_corpus(Path(cache), data, log)
-    tokens_dir = tokenize(Path(cache), corpus_dir, vocab, tokenizer, log)
+    tokens_dir = tokenize(Path(cache), data, vocab, tokenizer, 0, log)
     rows_dir = _rows(Path(cache), tokens_dir, seq_len, seed, log)
     log(f"data: {rows_dir} ready in {time.perf_counter() - start:.1f} s")
     return rows_dir

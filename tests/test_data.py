@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import corpus
 import data
+import shards
 from model import ConfigError
 
 EOD, VOCAB = 1, 400
@@ -55,13 +56,13 @@ def stage(cache: Path, name: str) -> Path:
 
 def pack_documents(out: Path, documents: list[list[int]], S: int, order=None, vocab: int = 100) -> data.Rows:
     """Pack plain lists (end tokens included) as both splits of a finished directory."""
-    tokens = np.array([t for d in documents for t in d], corpus.token_dtype(vocab))
+    tokens = np.array([t for d in documents for t in d], shards.token_dtype(vocab))
     offsets = np.cumsum([0] + [len(d) for d in documents])
     order = np.arange(len(documents)) if order is None else order
 
     def build(folder):
-        counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in corpus.SPLITS}
-        return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": corpus.token_dtype(vocab).str,
+        counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in shards.SPLITS}
+        return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": shards.token_dtype(vocab).str,
                 "tokenizer_hash": "", "splits": counts}
     return data.Rows(corpus.stage(out, "rows-x", build), "train")
 
@@ -169,7 +170,7 @@ def test_every_token_once_and_nothing_held_out(small, tok):
 
 
 def test_targets_follow_the_documents(small, tok):
-    for split in corpus.SPLITS:
+    for split in shards.SPLITS:
         rows = data.Rows(small[2], split)
         every = [rows[r] for r in range(len(rows))]
         flat = np.concatenate([row.tokens_S for row in every])
@@ -279,7 +280,7 @@ def test_single_document_is_split(tmp_path):
     (tmp_path / "play.txt").write_text(text)
     path = data.prepare(str(tmp_path / "play.txt"), 300, 64, 0, cache=str(tmp_path / "c"), log=quiet)
     tok = corpus.load_tokenizer(path)
-    train, val = (documents_in_rows(data.Rows(path, s), tok.eos_id()) for s in corpus.SPLITS)
+    train, val = (documents_in_rows(data.Rows(path, s), tok.eos_id()) for s in shards.SPLITS)
     assert len(train) == len(val) == 1
     assert tok.decode(train[0]) + tok.decode(val[0]) == text and 0.005 < len(val[0]) / len(train[0]) < 0.02
 
@@ -353,7 +354,7 @@ def test_odd_text_is_handled_and_counted(tmp_path):
                                     "empty_dropped": 3, "surrogates_replaced": 1}
     assert all(name in "".join(lines) for name in manifest["cleaning"])
     tok = corpus.load_tokenizer(path)
-    texts = {tok.decode(ids) for s in corpus.SPLITS for ids in documents_in_rows(data.Rows(path, s), tok.eos_id())}
+    texts = {tok.decode(ids) for s in shards.SPLITS for ids in documents_in_rows(data.Rows(path, s), tok.eos_id())}
     assert {"with a mark\nand two line ends\n", "bad \ufffd\ufffd bytes, \ufffd and a zero \0 byte",
             "half \ufffd pair, whole 🤗 pair", "y" * 1_000_000} <= texts
     assert len(texts) == 34
@@ -526,7 +527,7 @@ def test_embedded(tmp_path, monkeypatch):
     """The real scan over the smallest of the packages and the standard library."""
     monkeypatch.setattr(corpus, "PACKAGES", ("numpy", "no_such_package"))
     path = data.prepare("embedded", 2048, 256, 0, cache=str(tmp_path), log=quiet)
-    manifest = corpus.read_manifest(path)
+    manifest = shards.read_manifest(path)
     prose, code = manifest["domains"]["prose"], manifest["domains"]["code"]
     assert prose["bytes"] > 1_000_000 and 0.8 < code["bytes"] / prose["bytes"] < 1.3
     assert prose["held_out"] and set(manifest["versions"]) == {"numpy", "python", "sentencepiece"}
