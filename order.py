@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model import ConfigError
+from errors import ConfigError
 
 BLOCK_STEPS = 128  # steps whose rows are sorted together, a power of two
 RESOLUTION = 1 << 30  # weights that are not small whole numbers, nor ratios of such, are multiples of 1 / RESOLUTION
