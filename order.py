@@ -28,7 +28,7 @@ BALANCE = ("sorted", "buckets", "none")
 BUCKET = 1.25  # costs of a bucket of the published method differ by at most this factor
 # A token costs as much as attention to so many others, as the keys see it. The linear work is larger in every model of the
 # table, but a larger value would leave fewer of the 256 keys to what differs between rows, their attention.
-LINEAR_TOKENS = 4096
+LINEAR_TOKENS = 2048
 
 
 # ------------------------------------------------------------------------------------------------------------------
