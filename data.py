@@ -31,9 +31,10 @@ from pathlib import Path
 
 import numpy as np
 
-from corpus import check_source, load_tokenizer, stage, tokenize
+from corpus import SUFFIXES, check_numbers, describe, tokenize
 from errors import ConfigError
-from shards import FORMAT, SPLITS, Shards, digest, file_sha256, read_manifest, token_dtype
+from shards import (FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, token_dtype, verify_shards)
+from tokenizer import KINDS, load_model, load_tokenizer
 
 PACK_TOKENS = 1 << 22            # tokens that are gathered and written at a time
 
@@ -96,9 +97,9 @@ def pack(out: Path, split: str, tokens: np.ndarray, offsets: np.ndarray, order: 
     return {"rows": R, "tokens": T, "documents": len(length_N), "segments": len(starts), "padding": R * S - T}
 
 
-def _rows(cache: Path, tokens_dir: Path, seq_len: int, seed: int, log) -> Path:
+def _rows(cache: Path, tokens_dir: Path, vocab: int, tokenizer: str, seq_len: int, seed: int, log) -> Path:
     """The row stage."""
-    before = read_manifest(tokens_dir)
+    before = describe(tokens_dir, vocab, tokenizer)
 
     def build(out: Path) -> dict:
         start, splits = time.perf_counter(), {}
@@ -108,15 +109,15 @@ def _rows(cache: Path, tokens_dir: Path, seq_len: int, seed: int, log) -> Path:
             order = document_order(len(offsets) - 1, seed, n)
             splits[split] = {**before["splits"][split],
                              **pack(out, split, tokens, offsets, order, seq_len, before["vocab"], before["eod"])}
-        shutil.copyfile(tokens_dir / "tokenizer.model", out / "tokenizer.model")
+        shutil.copyfile(before["tokenizer"], out / "tokenizer.model")
         log(f"data: packed {splits['train']['rows']:,} training rows and {splits['val']['rows']:,} validation rows "
             f"of {seq_len:,} tokens in {time.perf_counter() - start:.1f} s")
         keep = ("vocab", "pieces", "eod", "dtype", "tokenizer_hash", "versions", "domains", "cleaning", "sources")
         return {"stage": "rows", "seq_len": seq_len, "seed": seed, "splits": splits, **{k: before[k] for k in keep}}
 
     # by content, not by name: two ways to the same tokens give the same rows
-    streams = {name: file["sha256"] for name, file in before["files"].items() if name != "tokenizer.model"}
-    key = [FORMAT, before["tokenizer_hash"], before["vocab"], streams, seq_len, seed]
+    streams = [Shards(tokens_dir, split).fingerprint for split in SPLITS]
+    key = [FORMAT, before["tokenizer_hash"], vocab, streams, seq_len, seed]
     return stage(cache, f"rows-{digest(key)[:16]}", build)
 
 
@@ -125,20 +126,10 @@ def prepare(data: str, vocab: int, seq_len: int, seed: int, tokenizer: str = "",
     """The finished directory for these settings, built where it is missing (see the top of this file).
 
     Raises ConfigError for every setting that is wrong, with its name, value and the fix."""
-    for name, value, least in (("vocab", vocab, 1), ("seq_len", seq_len, 2), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"--{name}={value!r} must be a whole number of at least {least}.")
-    if vocab >= 2**31 or seq_len >= 2**31:
-        raise ConfigError(f"--vocab={vocab} --seq_len={seq_len}: both must be below 2^31.")
-    check_source(data, tokenizer)
-    try:
-        Path(cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{cache!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
-                          "another directory, or make it writable (data.py prepare takes --cache).") from None
+    check_numbers(("vocab", vocab, 1), ("seq_len", seq_len, 2), ("seed", seed, 0))
     start = time.perf_counter()
-    tokens_dir = tokenize(Path(cache), data, vocab, tokenizer, 0, log)
-    rows_dir = _rows(Path(cache), tokens_dir, seq_len, seed, log)
+    tokens_dir = tokenize(cache, data, vocab, tokenizer, 0, log)
+    rows_dir = _rows(Path(cache), tokens_dir, vocab, tokenizer, seq_len, seed, log)
     log(f"data: {rows_dir} ready in {time.perf_counter() - start:.1f} s")
     return rows_dir
 
@@ -243,12 +234,17 @@ def show(path: str, split: str, r: int) -> None:
             print(tok.decode(row.tokens_S[begin:end].tolist()))
 
 
-def verify(path: str) -> None:
-    """Compare every file of a prepared directory with its hash. Raises ConfigError naming the first that differs."""
+def verify(path: str, vocab: int = 0, tokenizer: str = "") -> str:
+    """Check every byte of a prepared directory, or of token shards (with the vocabulary, or tokenizer, given for foreign ones).
+
+    Returns what was checked. Raises ConfigError naming the first file that is wrong."""
+    if is_shards(path):
+        return verify_shards(path, load_model(Path(tokenizer).read_bytes(), repr(tokenizer)).vocab_size() if tokenizer else vocab)
     for name, want in read_manifest(path)["files"].items():
         if file_sha256(Path(path) / name) != want["sha256"]:
             raise ConfigError(f"{str(Path(path) / name)!r} differs from its hash in the manifest. "
                               f"Delete {path!r} and run `python data.py prepare` again.")
+    return "all files as written"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -265,21 +261,33 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("dir")
     p.add_argument("--row", type=int, default=0)
     p.add_argument("--split", choices=SPLITS, default="train")
-    p = commands.add_parser("verify", help="compare every file with its hash")
-    p.add_argument("dir")
-    args = parser.parse_args(argv)
+    p = commands.add_parser("tokenize", help="text to a directory of token shards; prints it")
+    p.add_argument("--data", default="embedded", help=f'"embedded", a file ({", ".join(SUFFIXES)}), or a directory of them')
+    p.add_argument("--vocab", type=int, default=4096, help="entries of the vocabulary")
+    p.add_argument("--tokenizer", default="", help="a SentencePiece .model; empty: train one on the text")
+    p.add_argument("--workers", type=int, default=0, help="processes; 0: one per usable core")
+    p.add_argument("--encoder", choices=KINDS, default="auto", help="all give the same tokens; auto is the chunk cache")
+    p.add_argument("--out", default="", help="the directory to make; empty: one in --cache, named after its content")
+    p.add_argument("--cache", default="data", help="where the stages are kept")
+    p = commands.add_parser("verify", help="check every file against its hash, token shards also for order and range")
+    p.add_argument("dir", help="a prepared directory, a token set, or the prefix of a Megatron data set")
+    p.add_argument("--vocab", type=int, default=0, help="entries of the vocabulary of a foreign data set")
+    p.add_argument("--tokenizer", default="", help="or the SentencePiece .model that it was made with")
+    args, log = parser.parse_args(argv), lambda line: print(line, file=sys.stderr)  # noqa: E731
     if args.command == "prepare":
-        print(prepare(args.data, args.vocab, args.seq_len, args.seed, args.tokenizer, args.cache,
-                      log=lambda line: print(line, file=sys.stderr)))
+        print(prepare(args.data, args.vocab, args.seq_len, args.seed, args.tokenizer, args.cache, log))
+    elif args.command == "tokenize":
+        print(tokenize(args.cache, args.data, args.vocab, args.tokenizer, args.workers, log, args.encoder, args.out))
     elif args.command == "show":
         show(args.dir, args.split, args.row)
     else:
-        verify(args.dir)
-        print(f"{args.dir}: all files as written")
+        print(f"{args.dir}: {verify(args.dir, args.vocab, args.tokenizer)}")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except ConfigError as error:
+    except (ConfigError, ChildProcessError, OSError) as error:
         sys.exit(f"data.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("data.py: stopped. What is finished is kept; the same command goes on from there.")

@@ -34,6 +34,7 @@ import checkpoint
 import corpus
 import data
 import launch
+import tokenizer
 import train
 from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
 from parallel import Grid, State, Transport, gather, layer_buckets, make_buckets, make_grid
@@ -286,7 +287,7 @@ def compare(s: LossSettings, run: Run, path: Path, mean: float, keys: np.ndarray
     seen = step * run.hp.rows_per_step
     positions = min(seen, max(s.fit_tokens // rows.seq_len, 1))
     tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab)
-    n_bytes = int(corpus.token_bytes(corpus.load_tokenizer(path))[keys % rows.vocab].sum())
+    n_bytes = int(tokenizer.token_bytes(tokenizer.load_tokenizer(path))[keys % rows.vocab].sum())
     nats = {"model": mean}
     for name in ("bigram", "unigram"):
         nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
@@ -403,10 +404,10 @@ def sample(argv: list[str]) -> int:
     run = open_run(s, where.device)
     launch.setup(where)
     grid = make_grid(0, 1, 1, 1, run.m)
-    tok = corpus.load_tokenizer(open_data(run, grid, where.device))
+    tok = tokenizer.load_tokenizer(open_data(run, grid, where.device))
     weights = whole_weights(load_state(run, grid, where.device), grid, run.m, as_trained(run))
     sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
-    prompt = corpus.encode(tok, [s.prompt])[0]
+    prompt = tokenizer.encode(tok, [s.prompt])[0]
     note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
     print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
           + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))

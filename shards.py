@@ -9,10 +9,15 @@ without padding, so its arrays are not aligned):
 (D is the number of documents + 1.) Published with Megatron-LM, megatron/core/datasets/indexed_dataset.py. Our own
 documents are one sequence each and close with the end token; in foreign ones a document may be several sequences.
 """
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import struct
+import time
 from array import array
 from functools import cached_property
 from pathlib import Path
@@ -80,6 +85,84 @@ def read_manifest(path) -> dict:
             raise ConfigError(f"{str(path / name)!r} {found}, the manifest says {want['bytes']:,} bytes. "
                               f"Delete {str(path)!r} and run `python data.py prepare` again.")
     return manifest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stages: directories that exist only when they are finished
+# ---------------------------------------------------------------------------------------------------------------------
+
+def write_synced(path: Path, raw: bytes) -> None:
+    """All of the file or nothing, on the disk before this returns."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(tmp, "wb") as f:
+        f.write(raw)
+        f.flush()
+        os.fsync(f.fileno())
+    tmp.rename(path)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def _locked(path: Path):
+    """One builder at a time, to save work; yields False where the file system has no locks (the rename keeps it safe)."""
+    with open(path, "w") as f:
+        alone = True
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX)
+        except OSError:
+            alone = False
+        yield alone
+
+
+def _rename(tmp: Path, final: Path) -> None:
+    """Publish tmp as final. Where another process has published the same content first, its copy stands."""
+    try:
+        tmp.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+
+
+def stage(parent: Path, name: str, build, partial: str = "") -> Path:
+    """parent/name, built by build(directory) -> manifest entries if it is not there yet.
+
+    With `partial`, a name that stands for all that determines the content, the unfinished directory is parent/partial,
+    which outlives a failure: build finds there what an earlier try finished. It may give "files" itself, with hashes."""
+    final = parent / name
+    if final.is_dir():
+        read_manifest(final)
+        return final
+    with _locked(parent / f".{name}.lock") as alone:
+        if final.is_dir():                                   # another process was faster
+            read_manifest(final)
+            return final
+        for stale in parent.glob(f".{name}.tmp-*"):          # of a killed run: a day old, so surely nobody's
+            with contextlib.suppress(FileNotFoundError):     # of a live one without locks, published in between
+                if time.time() - stale.stat().st_mtime > 86400:
+                    shutil.rmtree(stale, ignore_errors=True)
+        keep = bool(partial) and alone
+        tmp = parent / (partial if keep else f".{name}.tmp-{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}")
+        tmp.mkdir(exist_ok=keep)
+        try:
+            if not (tmp / "manifest.json").is_file():        # else it was killed just before the rename
+                manifest = build(tmp)
+                known = manifest.setdefault("files", {})
+                for p in sorted(p for p in tmp.iterdir() if p.name[0] != "." and p.name not in known):
+                    known[p.name] = {"bytes": p.stat().st_size, "sha256": file_sha256(p)}
+                    sync(p)
+                manifest["format"] = FORMAT
+                manifest["digest"] = digest(manifest)
+                write_synced(tmp / "manifest.json", json.dumps(manifest, indent=1, sort_keys=True).encode() + b"\n")
+            for left in tmp.glob(".*"):                      # notes on parts, files that a killed process began
+                left.unlink()
+            sync(tmp)
+            _rename(tmp, final)
+            sync(parent)
+        finally:
+            if not keep:
+                shutil.rmtree(tmp, ignore_errors=True)       # what a failed build, or a lost race, leaves
+    read_manifest(final)
+    return final
 
 
 # ---------------------------------------------------------------------------------------------------------------------

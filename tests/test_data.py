@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import corpus
 import data
 import shards
-from model import ConfigError
+import tokenizer
+from errors import ConfigError
 
 EOD, VOCAB = 1, 400
 WORDS = "the a rank sends row gather shard expert token step loss warm 12 2048 x=y (f) # ok, done. \t if".split(" ")
@@ -46,7 +46,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tok(small):
-    return corpus.load_tokenizer(small[2])
+    return tokenizer.load_tokenizer(small[2])
 
 
 def stage(cache: Path, name: str) -> Path:
@@ -64,7 +64,7 @@ def pack_documents(out: Path, documents: list[list[int]], S: int, order=None, vo
         counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in shards.SPLITS}
         return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": shards.token_dtype(vocab).str,
                 "tokenizer_hash": "", "splits": counts}
-    return data.Rows(corpus.stage(out, "rows-x", build), "train")
+    return data.Rows(shards.stage(out, "rows-x", build), "train")
 
 
 def expected_rows(documents: list[list[int]], S: int):
@@ -163,7 +163,7 @@ def documents_in_rows(rows: data.Rows, eod: int) -> list[list[int]]:
 def test_every_token_once_and_nothing_held_out(small, tok):
     source, cache, path = small
     texts = [json.loads(line)["text"] for line in open(source)]
-    want = Counter(tuple(ids) + (tok.eos_id(),) for ids in corpus.encode(tok, texts))
+    want = Counter(tuple(ids) + (tok.eos_id(),) for ids in tokenizer.encode(tok, texts))
     train = Counter(map(tuple, documents_in_rows(data.Rows(path, "train"), tok.eos_id())))
     val = Counter(map(tuple, documents_in_rows(data.Rows(path, "val"), tok.eos_id())))
     assert train + val == want and not train & val and val and len(val) < 0.05 * len(want)
@@ -181,24 +181,6 @@ def test_targets_follow_the_documents(small, tok):
         assert (target[:n - 1] == np.where(follows, flat[1:n], -1)).all() and (target[n - 1:] == -1).all()
         assert all(row.bounds[0] == 0 and row.bounds[-1] == rows.seq_len for row in every)
         assert all((np.diff(row.bounds) > 0).all() for row in every)
-
-
-def test_tokenizer_sees_training_documents_only(small):
-    texts = corpus.Corpus(stage(small[1], "corpus"))
-    heads = {texts[i].split()[0] for i in np.flatnonzero(texts.held_N)}
-    seen = {line.split()[0] for line in corpus._sample_lines(texts) if line}
-    assert heads and not heads & seen and len(seen) > 250
-
-
-def test_sample_keeps_long_lines(tmp_path):
-    records = [json.dumps({"text": f"{i} " + "longline " * 3000}) + "\n" for i in range(3)]
-    (tmp_path / "s.jsonl").write_text("".join(records))
-    corpus.read_corpus(tmp_path, str(tmp_path / "s.jsonl"), quiet)
-    texts = corpus.Corpus(stage(tmp_path, "corpus"))
-    lines = list(corpus._sample_lines(texts))
-    assert max(map(len, lines)) <= 4000
-    train = [texts[i] for i in np.flatnonzero(~texts.held_N)]
-    assert len(train) == 2 and "".join(lines) in (train[0] + train[1], train[1] + train[0])
 
 
 def test_same_bytes_from_two_runs(small, tmp_path):
@@ -236,7 +218,7 @@ def test_what_changes_the_directory(small, tmp_path):
         seen[other.name] = data.Rows(other, "train").fingerprint
     assert len(set(seen.values())) == 5
     # only the pieces decide, and only the packing is redone for another seq_len
-    assert len(list(here.glob("tokens-*"))) == 3 and len(list(here.glob("corpus-*"))) == 2
+    assert len(list(here.glob("tokens-*"))) == 3
     edited.write_text(source.read_text())
     os.utime(edited, (1, 1))
     assert data.prepare(str(edited), VOCAB, 64, 0, cache=str(here), log=quiet).name == path.name
@@ -252,7 +234,7 @@ def test_processes_prepare_at_once(small, tmp_path, monkeypatch, lock):
     if not lock:
         def refuse(*_):
             raise OSError("no locks here")
-        monkeypatch.setattr(corpus.fcntl, "flock", refuse)
+        monkeypatch.setattr(shards.fcntl, "flock", refuse)
     fork = multiprocessing.get_context("fork")
     barrier, results = fork.Barrier(3), fork.Queue()
     workers = [fork.Process(target=_prepare_in_process, args=(str(small[0]), str(tmp_path / "c"), barrier, results))
@@ -262,7 +244,7 @@ def test_processes_prepare_at_once(small, tmp_path, monkeypatch, lock):
     assert [w.exitcode for w in workers] == [0, 0, 0]
     assert {results.get(timeout=5) for _ in workers} == {small[2].name}
     left = sorted(p.name.split("-")[0] for p in (tmp_path / "c").iterdir() if p.is_dir())
-    assert left == ["corpus", "rows", "tokens"]
+    assert left == ["rows", "tokens"]
     data.verify(str(tmp_path / "c" / small[2].name))
 
 
@@ -271,93 +253,8 @@ def test_failed_build_leaves_nothing(tmp_path):
         (out / "half").write_text("x")
         raise RuntimeError("stop")
     with pytest.raises(RuntimeError):
-        corpus.stage(tmp_path, "rows-y", build)
+        shards.stage(tmp_path, "rows-y", build)
     assert [p.name for p in tmp_path.iterdir()] == [".rows-y.lock"]
-
-
-def test_single_document_is_split(tmp_path):
-    text = "".join(f"line {i} of the play\n" for i in range(2000))
-    (tmp_path / "play.txt").write_text(text)
-    path = data.prepare(str(tmp_path / "play.txt"), 300, 64, 0, cache=str(tmp_path / "c"), log=quiet)
-    tok = corpus.load_tokenizer(path)
-    train, val = (documents_in_rows(data.Rows(path, s), tok.eos_id()) for s in shards.SPLITS)
-    assert len(train) == len(val) == 1
-    assert tok.decode(train[0]) + tok.decode(val[0]) == text and 0.005 < len(val[0]) / len(train[0]) < 0.02
-
-
-def test_embedded_source_split():
-    long = "é word " * 40 + "end"
-    rest = '        if os:\n            async def g():\n                """short"""\n                return "é"\n'
-    head = '"""%s"""\nimport os\nclass A:\n    def f(self):\n        %s\n'
-    docstrings, code = corpus.split_source(head % (long, f"r'''{long}1\n        more'''") + rest)
-    assert sorted(docstrings) == [long, long + "1\nmore"]
-    assert code == head % ("...", '"""..."""') + rest
-    compile(code, "code", "exec")
-
-
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-TEXTS = ["a\tb\n\n\tc", "  lead and trail  ", "🤗 émoji 漢字", "0123456789 3.14159", "</s>", "a</s>b<unk><s><0x0A>",
-         "\r\n\r", "\0x\0", "\ufeffmid\ufeff", "▁ ▁under▁", "▅", "", " ", "\n",
-         "x" * 5000, "        return x\n" * 50, "\ufffd"]
-
-
-@pytest.mark.parametrize("n", range(len(TEXTS)))
-def test_round_trip(tok, n):
-    ids, = corpus.encode(tok, [TEXTS[n]])
-    assert tok.decode(ids) == TEXTS[n]
-    assert tok.eos_id() not in ids and tok.unk_id() not in ids
-    assert corpus.token_bytes(tok)[ids].sum() == len(TEXTS[n].encode())
-
-
-def test_round_trip_together(tok):
-    assert [tok.decode(ids) for ids in corpus.encode(tok, TEXTS)] == TEXTS
-
-
-def test_tokenizer_settings(tok):
-    assert tok.vocab_size() == VOCAB and tok.id_to_piece(tok.eos_id()) == "</s>" and tok.bos_id() == -1
-    assert tok.encode("\n\n") == [tok.piece_to_id("\n")] * 2
-    assert len(tok.encode("2048")) == 4
-    sizes = corpus.token_bytes(tok)
-    assert sizes.dtype == np.int64 and sizes.shape == (VOCAB,)
-    assert sizes[tok.eos_id()] == sizes[tok.unk_id()] == 0 and sizes[tok.piece_to_id("<0xE2>")] == 1
-    assert sizes[tok.piece_to_id("▁")] == 1
-
-
-def test_tokenizer_hash(tok):
-    model = tok.serialized_model_proto()
-    assert [v for f, v in corpus._wire(model) if f == 1][1][2:6] == b"</s>"
-    assert len([1 for f, _ in corpus._wire(model) if f == 1]) == VOCAB
-    assert corpus.tokenizer_hash(model) == corpus.tokenizer_hash(model)
-    # trainer settings at the end of the message (here: input file, field 1) change the bytes, not the hash
-    assert corpus.tokenizer_hash(model + b"\x12\x05\x0a\x03a/b") == corpus.tokenizer_hash(model)
-    assert corpus.tokenizer_hash(model.replace(b"</s>", b"</t>")) != corpus.tokenizer_hash(model)
-    assert corpus.tokenizer_hash(model.replace(b"identity", b"identitz")) != corpus.tokenizer_hash(model)
-
-
-def test_odd_text_is_handled_and_counted(tmp_path):
-    folder = tmp_path / "odd"
-    folder.mkdir()
-    (folder / "a.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\nand two line ends\r\n")
-    (folder / "b.txt").write_bytes(b"bad \xff\xfe bytes, \xef\xbf\xbd and a zero \0 byte")
-    (folder / "c.txt").write_bytes(b"")
-    (folder / "d.txt").write_bytes(b" \n\t")
-    (folder / "e.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "half \\ud800 pair, whole \\ud83e\\udd17 pair"}\n'
-                                     b'\n{"text": ""}\n' + json.dumps({"text": "y" * 1_000_000}).encode() + b"\n")
-    (folder / "ignored.py").write_bytes(b"\xff")
-    for i in range(30):
-        (folder / f"f{i}.txt").write_text(f"plain text number {i} and some words to learn\n")
-    lines = []
-    path = data.prepare(str(folder), 290, 32, 0, cache=str(tmp_path / "c"), log=lines.append)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest["cleaning"] == {"bom_removed": 1, "crlf_to_lf": 1, "invalid_utf8_replaced": 1, "with_nul": 1,
-                                    "empty_dropped": 3, "surrogates_replaced": 1}
-    assert all(name in "".join(lines) for name in manifest["cleaning"])
-    tok = corpus.load_tokenizer(path)
-    texts = {tok.decode(ids) for s in shards.SPLITS for ids in documents_in_rows(data.Rows(path, s), tok.eos_id())}
-    assert {"with a mark\nand two line ends\n", "bad \ufffd\ufffd bytes, \ufffd and a zero \0 byte",
-            "half \ufffd pair, whole 🤗 pair", "y" * 1_000_000} <= texts
-    assert len(texts) == 34
 
 
 # ---- order of the rows ----------------------------------------------------------------------------------------------
@@ -396,73 +293,21 @@ def test_row_ids_far_out():
 
 # ---- wrong inputs ---------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def sources(tmp_path, small):
-    """Files that are wrong in one way each."""
-    files = {"empty.txt": b"", "blank.txt": b" \n \n", "text.csv": b"a,b", "line.txt": b"only one line",
-             "bad.jsonl": b'{"text": "a"}\n{"text": \n', "key.jsonl": b'{"text": "a"}\n{"txt": "b"}\n',
-             "list.jsonl": b"[1]\n", "type.jsonl": b'{"text": 3}\n', "twice.jsonl": b'{"text": "a"}\n' * 3,
-             "tiny.txt": b"a few\nwords\n" * 50, "junk.model": b"\x07junk", "empty.model": b"", "file": b""}
-    for name, raw in files.items():
-        (tmp_path / name).write_bytes(raw)
-    (tmp_path / "hollow").mkdir()
-    shutil.copy(small[2] / "tokenizer.model", tmp_path / "good.model")
-    shutil.copy(small[0], tmp_path / "good.jsonl")
-    return tmp_path
-
-
-@pytest.mark.parametrize("change, words", [
-    ({"data": "nowhere.txt"}, ["--data", "nowhere.txt", "does not exist"]),
-    ({"data": ""}, ["--data=''", "embedded"]),
-    ({"data": "hollow"}, ["--data", "hollow", ".jsonl"]),
-    ({"data": "empty.txt"}, ["--data", "empty.txt", "empty"]),
-    ({"data": "blank.txt"}, ["--data", "blank.txt", "no text"]),
-    ({"data": "text.csv"}, ["--data", "text.csv", ".csv"]),
-    ({"data": "line.txt"}, ["--data", "line.txt", "two"]),
-    ({"data": "twice.jsonl"}, ["--data", "twice.jsonl", "different"]),
-    ({"data": "bad.jsonl"}, ["--data", "bad.jsonl", "line 2", "JSON"]),
-    ({"data": "key.jsonl"}, ["--data", "key.jsonl", "line 2", "text"]),
-    ({"data": "list.jsonl"}, ["--data", "list.jsonl", "line 1"]),
-    ({"data": "type.jsonl"}, ["--data", "type.jsonl", "line 1"]),
-    ({"data": "tiny.txt", "vocab": 9000}, ["--vocab=9000", "at most"]),
-    ({"vocab": 100}, ["--vocab=100", "too small"]),
-    ({"vocab": 0}, ["--vocab=0"]),
-    ({"vocab": "x"}, ["--vocab='x'"]),
-    ({"vocab": 2**31}, [f"--vocab={2**31}"]),
-    ({"seq_len": 1}, ["--seq_len=1"]),
-    ({"seed": -1}, ["--seed=-1"]),
-    ({"tokenizer": "nowhere.model"}, ["--tokenizer", "nowhere.model"]),
-    ({"tokenizer": "empty.model"}, ["--tokenizer", "empty.model"]),
-    ({"tokenizer": "junk.model"}, ["--tokenizer", "junk.model", "SentencePiece"]),
-    ({"tokenizer": "good.model", "vocab": 300}, ["--vocab=300", "400", "good.model"]),
-    ({"cache": "file"}, ["--cache", "file"]),
-], ids=str)
-def test_bad_inputs(sources, change, words):
-    setting = {"data": "good.jsonl", "vocab": VOCAB, "seq_len": 64, "seed": 0, "tokenizer": "", "cache": "c", **change}
-    for key in ("data", "tokenizer", "cache"):
-        setting[key] = setting[key] and str(sources / setting[key])
-    with pytest.raises(ConfigError) as error:
+@pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"), ({"vocab": 0}, "--vocab=0"),
+                                           ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
+def test_bad_inputs(small, tmp_path, change, words):
+    """The others: test_corpus.py."""
+    setting = {"data": str(small[0]), "vocab": VOCAB, "seq_len": 64, "seed": 0, "cache": str(tmp_path), **change}
+    with pytest.raises(ConfigError, match=words):
         data.prepare(**setting, log=quiet)
-    for word in words:
-        assert word in str(error.value)
 
 
-def test_check_source(sources):
-    corpus.check_source("embedded")
-    corpus.check_source(str(sources / "good.jsonl"), str(sources / "good.model"))
-    for bad in ("nowhere", "hollow", "empty.txt", "text.csv"):
-        with pytest.raises(ConfigError, match=f"--data=.*{bad}"):
-            corpus.check_source(str(sources / bad))
-    with pytest.raises(ConfigError, match="--tokenizer=.*nowhere"):
-        corpus.check_source("embedded", str(sources / "nowhere"))
-
-
-def test_given_tokenizer(sources, small):
+def test_given_tokenizer(small, tmp_path):
     """The same pieces give the same rows, whether trained here or given; a larger vocabulary may have room."""
-    source, model, cache = (str(sources / name) for name in ("good.jsonl", "good.model", "c"))
-    assert data.prepare(source, VOCAB, 64, 0, model, cache, quiet).name == small[2].name
-    other = data.prepare(source, 512, 64, 0, model, cache, quiet)
-    assert data.Rows(other, "train").vocab == 512 and corpus.load_tokenizer(other).vocab_size() == VOCAB
+    model = str(small[2] / "tokenizer.model")
+    assert data.prepare(str(small[0]), VOCAB, 64, 0, model, str(tmp_path), quiet).name == small[2].name
+    other = data.prepare(str(small[0]), 512, 64, 0, model, str(tmp_path), quiet)
+    assert data.Rows(other, "train").vocab == 512 and tokenizer.load_tokenizer(other).vocab_size() == VOCAB
 
 
 @pytest.mark.parametrize("name", ["train.rows", "train.bounds", "val.rows", "val.offsets", "tokenizer.model"])
@@ -501,12 +346,12 @@ def test_wrong_directories(small, tmp_path):
         with pytest.raises(ConfigError):
             data.Rows(path, split)
     with pytest.raises(ConfigError):
-        corpus.load_tokenizer(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)
     with pytest.raises(IndexError):
         data.Rows(small[2], "train")[10**6]
 
 
-# ---- command line, and the corpus that comes with Python ------------------------------------------------------------
+# ---- command line  ------------------------------------------------------------
 
 def test_command_line(small, capsys):
     source, cache, path = small
@@ -521,19 +366,3 @@ def test_command_line(small, capsys):
     with pytest.raises(ConfigError, match="--row"):
         data.main(["show", str(path), f"--row={last + 1}"])
     data.main(["verify", str(path)])
-
-
-def test_embedded(tmp_path, monkeypatch):
-    """The real scan over the smallest of the packages and the standard library."""
-    monkeypatch.setattr(corpus, "PACKAGES", ("numpy", "no_such_package"))
-    path = data.prepare("embedded", 2048, 256, 0, cache=str(tmp_path), log=quiet)
-    manifest = shards.read_manifest(path)
-    prose, code = manifest["domains"]["prose"], manifest["domains"]["code"]
-    assert prose["bytes"] > 1_000_000 and 0.8 < code["bytes"] / prose["bytes"] < 1.3
-    assert prose["held_out"] and set(manifest["versions"]) == {"numpy", "python", "sentencepiece"}
-    texts = corpus.Corpus(stage(tmp_path, "corpus"))
-    assert len(set(map(tuple, texts.keys_N2.tolist()))) == len(texts.keys_N2)        # no document twice
-    held = [texts[i] for i in np.flatnonzero(texts.held_N & (texts.domain_N == 0))]
-    train_code = "\n".join(texts[i] for i in np.flatnonzero(~texts.held_N & (texts.domain_N == 1)))
-    assert not any(text.split("\n")[0] in train_code and text in train_code for text in held)
-    assert sys.prefix not in train_code and sys.base_prefix not in train_code

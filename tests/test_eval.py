@@ -293,7 +293,7 @@ def test_loss_of_a_trained_run(trained):
     assert found["tokens"] == found["fit_tokens"] == 8 * 64
 
     (path,) = (trained / "data").glob("rows-*")
-    rows, tok = data.Rows(path, "val"), corpus.load_tokenizer(path)
+    rows, tok = data.Rows(path, "val"), tokenizer.load_tokenizer(path)
     targets = np.concatenate([rows[r].targets_S[rows[r].targets_S >= 0] for r in range(len(rows))])
     assert (found["rows"], found["targets"]) == (len(rows), len(targets))
     assert found["bytes"] == len(tok.decode(targets.tolist()).encode())  # end-of-document decodes to nothing
