@@ -758,9 +758,9 @@ def _sample_texts(pool: Pool, units: list[dict], rule: dict, log):
         share *= 8
 
 
-def sample_lines(texts: list[str]):
-    """Lines up to SAMPLE_BYTES; long ones in parts, since the trainer silently drops what exceeds its limit."""
-    budget = SAMPLE_BYTES
+def sample_lines(texts: list[str], share: float = 1.0):
+    """Lines up to that share of SAMPLE_BYTES; long ones in parts, since the trainer silently drops what exceeds its limit."""
+    budget = int(share * SAMPLE_BYTES)
     for text in texts:
         if budget <= 0:
             return
@@ -768,6 +768,29 @@ def sample_lines(texts: list[str]):
         budget -= len(text.encode())
         for line in text.replace("\u2585", "").split("\n"):  # the trainer would drop a line that has this character
             yield from (line[at:at + 4000] for at in range(0, len(line), 4000))
+
+
+def tokenizer_of_texts(cache: Path, sources: list[tuple[int, str]], vocab: int, log) -> str:
+    """The file of a tokenizer that is trained on samples of several texts, (weight, --data) each, in proportion."""
+    total, found = sum(weight for weight, _ in sources), []
+    with Pool(usable_cores()) as pool:
+        for weight, data in sources:
+            if data != "embedded" and is_shards(data):
+                raise ConfigError(f"--data: {data!r} is a Megatron data set, which does not say how it was tokenized. Give the "
+                                  f"SentencePiece .model that it was made with as --tokenizer.")
+            found.append((weight, _source(cache, data, pool, log), f"--data={data!r}"))
+
+        def build(folder: Path) -> dict:
+            lines = []
+            for weight, source, setting in found:
+                units = _units(source["files"], setting, MIN_PART)
+                lines += sample_lines(_sample_texts(pool, units, _rule(units), log), weight / total)
+            write_synced(folder / "tokenizer.model", train_tokenizer(lines, vocab))
+            return {"stage": "tokenizer"}
+
+        key = [FORMAT, HELD_OUT, [(weight, source["key"]) for weight, source, _ in found], vocab, SAMPLE_BYTES,
+               sentencepiece.__version__]
+        return str(stage(cache, f"tokenizer-{digest(key)[:16]}", build) / "tokenizer.model")
 
 
 def _finish(folder: Path, units: list[dict]) -> dict:

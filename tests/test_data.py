@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
+import order
 import shards
 import tokenizer
 from errors import ConfigError
@@ -54,16 +55,29 @@ def stage(cache: Path, name: str) -> Path:
     return found
 
 
-def pack_documents(out: Path, documents: list[list[int]], S: int, order=None, vocab: int = 100) -> data.Rows:
+def as_shards(folder: Path, documents: list, dtype="<i4", per_shard: int = 10**9) -> shards.Shards:
+    """Documents (lists of tokens, end tokens included) as a Megatron data set of our own writing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for n, at in enumerate(range(0, max(len(documents), 1), per_shard)):
+        writer = shards.ShardWriter(folder / f"s-{n:03d}", np.dtype(dtype))
+        for document in documents[at:at + per_shard]:
+            writer.add(document)
+        writer.close()
+    return shards.Shards(folder, "all")
+
+
+def pack_documents(out: Path, documents: list[list[int]], S: int, order=None, vocab: int = 100, packing: str = "stream",
+                   per_shard: int = 10**9) -> data.Rows:
     """Pack plain lists (end tokens included) as both splits of a finished directory."""
-    tokens = np.array([t for d in documents for t in d], shards.token_dtype(vocab))
-    offsets = np.cumsum([0] + [len(d) for d in documents])
+    source = as_shards(out / "source", documents, shards.token_dtype(vocab), per_shard)
+    source.eod = EOD
     order = np.arange(len(documents)) if order is None else order
 
     def build(folder):
-        counts = {s: data.pack(folder, s, tokens, offsets, order, S, vocab, EOD) for s in shards.SPLITS}
+        counts = {s: data.pack(folder, s, source, order, S, vocab, packing) for s in shards.SPLITS}
+        files = {name: file for c in counts.values() for name, file in c.pop("files").items()}
         return {"stage": "rows", "seq_len": S, "vocab": vocab, "seed": 0, "dtype": shards.token_dtype(vocab).str,
-                "tokenizer_hash": "", "splits": counts}
+                "tokenizer_hash": "", "splits": counts, "files": files}
     return data.Rows(shards.stage(out, "rows-x", build), "train")
 
 
@@ -98,7 +112,7 @@ PACKINGS = {
 @pytest.mark.parametrize("name", PACKINGS)
 @pytest.mark.parametrize("step", [1 << 22, 16])            # 16: two rows are written at a time
 def test_packing(tmp_path, monkeypatch, name, step):
-    monkeypatch.setattr(data, "PACK_TOKENS", step)
+    monkeypatch.setattr(data, "WRITE_TOKENS", step)
     documents, S = PACKINGS[name], 8
     rows = pack_documents(tmp_path, documents, S)
     want = expected_rows(documents, S)
@@ -120,11 +134,109 @@ def test_packing_random_order(tmp_path):
     assert [(g.tokens_S.tolist(), g.targets_S.tolist(), g.bounds, g.n_real) for g in got] == want
 
 
+LENGTHS = {
+    "mixed": [0, 1, 3, 8, 20, 31, 32, 33, 64, 100, 7, 5, 5] * 12,
+    "hundreds of tiny ones": [2] * 700 + [40, 1, 1],
+    "one that is longer than a block": [900, 3],
+    "rows of their own": [32] * 9 + [64] * 3,
+    "none that fit together": [17] * 40,
+    "one token": [1],
+}
+
+
+@pytest.mark.parametrize("packing", data.PACKINGS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_token_and_every_target_once(tmp_path, monkeypatch, name, packing):
+    """Tokens are numbered through, so that each says where it comes from: blocks of 6 rows, two blocks to a file."""
+    S, length_N = 32, np.array(LENGTHS[name])
+    monkeypatch.setattr(data, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(data, "SHARD_BYTES", 6 * 33 * 4 * 2)
+    monkeypatch.setattr(data, "WRITE_TOKENS", 4 * S)
+    start_N = np.append(0, np.cumsum(length_N))
+    documents = [list(range(a + 2, b + 2)) for a, b in zip(start_N, start_N[1:])]
+    rows = pack_documents(tmp_path, documents, S, data.document_order(len(length_N), 1, 0), 10**6, packing, per_shard=50)
+    every = [rows[r] for r in range(len(rows))]
+    tokens = np.concatenate([row.tokens_S[:row.n_real] for row in every])
+    assert sorted(tokens) == list(range(2, start_N[-1] + 2)) and len(every) == -(-start_N[-1] // S)
+    assert all(row.n_real == S for row in every[:-1])
+    last_tokens, ends = set(start_N[1:] + 1), 0
+    for row in every:
+        assert row.bounds[0] == 0 and row.bounds[-1] == S and (np.diff(row.bounds) > 0).all()
+        assert row.n_real == S or row.n_real in row.bounds
+        for begin, end in zip(row.bounds, row.bounds[1:]):
+            if begin < row.n_real:
+                assert (np.diff(row.tokens_S[begin:end]) == 1).all() and (row.targets_S[begin:end - 1] == row.tokens_S[begin + 1:end]).all()
+                assert not last_tokens & set(row.tokens_S[begin:end - 1])      # a segment is of one document
+                if row.targets_S[end - 1] >= 0:
+                    assert row.targets_S[end - 1] == row.tokens_S[end - 1] + 1 and row.tokens_S[end - 1] not in last_tokens
+                ends += row.targets_S[end - 1] < 0
+        assert (row.targets_S[row.n_real:] == -1).all()
+    # without a target: the last token of each document, and where `fit` moved what a block cut off (at most once a block)
+    assert 0 <= ends - (length_N > 0).sum() <= (packing == "fit") * (len(rows) // 6)
+    square_R = [sum((b - a)**2 for a, b in zip(row.bounds, row.bounds[1:])) for row in every]
+    assert (rows.costs() == order.LINEAR_TOKENS * S + np.array(square_R)).all()
+    assert (rows.key_R == order.cost_keys(square_R, S)).all() and len(list(rows.path.glob("train-*.rows"))) == -(-len(rows) // 12)
+
+
+def test_fit_cuts_little_and_evens_costs():
+    rng = np.random.default_rng(0)
+    S = 4096
+    length_N = np.append(rng.lognormal(6, 1.2, 20_000).astype(np.int64).clip(1), [3 * S, S, 2 * S + 5])
+    start_N = np.append(0, np.cumsum(length_N))
+    cut, spread = {}, {}
+    for packing in data.PACKINGS:
+        pieces = [data.pack_block(start_N, block, S, packing) for block in range(int(start_N[-1]) // (data.BLOCK_ROWS * S))]
+        square_R = np.concatenate([data.squares(p, data.BLOCK_ROWS, S) for p in pieces])
+        cut[packing] = sum(data.cut_tokens(p, length_N[p.document_G], S) for p in pieces) / (len(square_R) * S)
+        spread[packing] = np.percentile(square_R, 50) / np.percentile(square_R, 10)
+    assert cut["fit"] < 0.01 < 0.2 < cut["stream"] and spread["fit"] < 1.2 < spread["stream"], (cut, spread)
+
+
+def test_documents_are_placed_on_the_cheapest_row_with_room():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        length_N, space_R = np.sort(rng.integers(1, 50, 60))[::-1], rng.integers(0, 100, 12)
+        left, cost_R, want = space_R.copy(), np.zeros(12), []
+        for length in length_N:
+            fits = np.flatnonzero(left >= length)
+            r = fits[np.argmin(cost_R[fits])] if len(fits) else -1
+            want.append(int(r))
+            if r >= 0:
+                left[r] -= length
+                cost_R[r] += length**2
+        assert data.place(length_N.tolist(), space_R.tolist()).tolist() == want
+
+
+def test_far_into_a_shard(tmp_path):
+    """Documents that begin beyond 2^31 tokens and 4 GB: a sparse file, whose hole is three documents that are not packed."""
+    length_N = np.array([2**30, 2**30, 1000, 40, 10])
+    start_N = np.append(0, np.cumsum(length_N))
+    with open(tmp_path / "big.bin", "wb") as f:
+        f.seek(int(start_N[3]) * 2)
+        f.write(np.arange(2, 52, dtype="<u2").tobytes())
+    index = [length_N.astype("<i4"), (start_N[:-1] * 2).astype("<i8"), np.arange(6, dtype="<i8")]
+    (tmp_path / "big.idx").write_bytes(shards.HEADER.pack(shards.MAGIC, 1, 8, 5, 6) + b"".join(x.tobytes() for x in index))
+    counts = data.pack(tmp_path, "train", shards.Shards(tmp_path / "big", "all"), np.array([4, 3]), 8, 100, "stream")
+    table = np.fromfile(tmp_path / "train-00000.rows", "<u2").reshape(-1, 9)
+    assert counts["tokens"] == 50 and table[:, :8].ravel()[:50].tolist() == [*range(42, 52), *range(2, 42)]
+    (tmp_path / "big.bin").unlink()
+    # laid end to end: the last block holds the end of a document, and two whole ones
+    C = data.BLOCK_ROWS * 64
+    pieces = data.pack_block(start_N, block := int(start_N[-1]) // C, 64, "stream")
+    assert block * C > 2**31 - C and set(pieces.document_G) == {1, 2, 3, 4} and pieces.length_G.sum() == start_N[-1] - block * C
+    assert pieces.from_G[0] == block * C - 2**30
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="token 200, outside --vocab=100"):
+        pack_documents(tmp_path, [[5, EOD], [200, EOD]], 4, vocab=100)
+
+
 @pytest.mark.parametrize("vocab, kind", [(65_499, "<u2"), (65_500, "<i4"), (65_536, "<i4"), (200_000, "<i4")])
 def test_wide_vocabulary(tmp_path, vocab, kind):
     documents = [[vocab - 1, 3, vocab - 2, vocab - 1, EOD], [4, vocab - 1, EOD]]
     rows = pack_documents(tmp_path, documents, 3, vocab=vocab)
-    assert rows._rows.dtype.str == kind
+    assert rows.dtype.str == kind
     assert np.concatenate([rows[r].tokens_S for r in range(len(rows))]).tolist() == sum(documents, []) + [EOD]
     assert rows[0].targets_S.tolist() == [3, vocab - 2, vocab - 1]
     assert rows[1].targets_S.tolist() == [EOD, -1, vocab - 1]
@@ -161,7 +273,8 @@ def documents_in_rows(rows: data.Rows, eod: int) -> list[list[int]]:
 
 
 def test_every_token_once_and_nothing_held_out(small, tok):
-    source, cache, path = small
+    source, cache, _ = small
+    path = data.prepare(str(source), VOCAB, 64, 0, cache=str(cache), log=quiet, packing="stream")
     texts = [json.loads(line)["text"] for line in open(source)]
     want = Counter(tuple(ids) + (tok.eos_id(),) for ids in tokenizer.encode(tok, texts))
     train = Counter(map(tuple, documents_in_rows(data.Rows(path, "train"), tok.eos_id())))
@@ -170,8 +283,9 @@ def test_every_token_once_and_nothing_held_out(small, tok):
 
 
 def test_targets_follow_the_documents(small, tok):
+    path = data.prepare(str(small[0]), VOCAB, 64, 0, cache=str(small[1]), log=quiet, packing="stream")
     for split in shards.SPLITS:
-        rows = data.Rows(small[2], split)
+        rows = data.Rows(path, split)
         every = [rows[r] for r in range(len(rows))]
         flat = np.concatenate([row.tokens_S for row in every])
         target = np.concatenate([row.targets_S for row in every])
@@ -257,40 +371,6 @@ def test_failed_build_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [".rows-y.lock"]
 
 
-# ---- order of the rows ----------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 16, 17, 1000])
-def test_row_ids_permute_each_epoch(n):
-    ids = data.row_ids(0, 6 * n, n, seed=3)
-    assert ids.dtype == np.int64
-    for epoch in ids.reshape(6, n):
-        assert sorted(epoch) == list(range(n))
-
-
-def test_row_ids_depend_on_position_only():
-    whole = data.row_ids(0, 5000, 1000, 3)
-    for first, count in ((0, 1), (999, 2), (1234, 0), (1500, 3500)):
-        assert (data.row_ids(first, count, 1000, 3) == whole[first:first + count]).all()
-    assert (np.concatenate([data.row_ids(i, 7, 1000, 3) for i in range(0, 4998, 7)]) == whole[:4998]).all()
-
-
-def test_row_ids_differ_by_epoch_and_seed():
-    a, b = data.row_ids(0, 2000, 1000, 0).reshape(2, 1000)
-    c = data.row_ids(0, 1000, 1000, 1)
-    for x, y in ((a, b), (a, c), (b, c), (a, np.arange(1000))):
-        assert (x == y).sum() < 20                           # one fixed point is the expectation
-        assert abs(np.corrcoef(x, y)[0, 1]) < 0.12
-    # seed 0, epoch 1 must not be seed 1, epoch 0, nor any such alias
-    firsts = {tuple(data.row_ids(e * 1000, 8, 1000, s)) for e in range(30) for s in range(30)}
-    assert len(firsts) == 900
-
-
-def test_row_ids_far_out():
-    n = 3_000_000_000                                        # more than 2^31 rows, and positions beyond 2^40
-    ids = data.row_ids(2**40, 1000, n, 0)
-    assert len(set(ids.tolist())) == 1000 and ids.min() >= 0 and ids.max() > 2**31 and ids.max() < n
-
-
 # ---- wrong inputs ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"), ({"vocab": 0}, "--vocab=0"),
@@ -310,7 +390,7 @@ def test_given_tokenizer(small, tmp_path):
     assert data.Rows(other, "train").vocab == 512 and tokenizer.load_tokenizer(other).vocab_size() == VOCAB
 
 
-@pytest.mark.parametrize("name", ["train.rows", "train.bounds", "val.rows", "val.offsets", "tokenizer.model"])
+@pytest.mark.parametrize("name", ["train-00000.rows", "train.bounds", "val.keys", "val.offsets", "tokenizer.model"])
 def test_truncated_file_is_refused(small, tmp_path, name):
     here = tmp_path / "cache"
     shutil.copytree(small[1], here)
@@ -328,10 +408,10 @@ def test_truncated_file_is_refused(small, tmp_path, name):
 def test_damage_is_found(small, tmp_path):
     path = tmp_path / "rows"
     shutil.copytree(small[2], path)
-    raw = bytearray((path / "train.rows").read_bytes())
+    raw = bytearray((path / "train-00000.rows").read_bytes())
     raw[100] ^= 1
-    (path / "train.rows").write_bytes(raw)
-    with pytest.raises(ConfigError, match="train.rows"):
+    (path / "train-00000.rows").write_bytes(raw)
+    with pytest.raises(ConfigError, match="train-00000.rows"):
         data.verify(str(path))
     manifest = (path / "manifest.json").read_text()
     for bad in (manifest.replace('"seed": 0', '"seed": 9'), manifest[:50], ""):
