@@ -189,7 +189,7 @@ def test_fit_cuts_little_and_evens_costs():
         square_R = np.concatenate([data.squares(p, data.BLOCK_ROWS, S) for p in pieces])
         cut[packing] = sum(data.cut_tokens(p, length_N[p.document_G], S) for p in pieces) / (len(square_R) * S)
         spread[packing] = np.percentile(square_R, 50) / np.percentile(square_R, 10)
-    assert cut["fit"] < 0.01 < 0.2 < cut["stream"] and spread["fit"] < 1.2 < spread["stream"], (cut, spread)
+    assert cut["fit"] < 0.01 < 0.2 < cut["stream"] and spread["fit"] < 1.3 < spread["stream"], (cut, spread)
 
 
 def test_documents_are_placed_on_the_cheapest_row_with_room():
