@@ -24,6 +24,7 @@ Targets are not stored: they follow from the bounds. No target crosses a documen
 order.py.
 """
 import argparse
+import errno
 import hashlib
 import math
 import os
@@ -246,8 +247,17 @@ def pack(out: Path, split: str, shards: Shards, order_N: np.ndarray, seq_len: in
     names = [f"{split}-{n:05d}" for n in range(-(-blocks // per_file))]
     for n, name in enumerate(names):
         if not (out / f".{name}.npz").exists():
-            pack_file(out / f"{name}.rows", out / f".{name}.npz", range(n * per_file, min((n + 1) * per_file, blocks)), shards,
-                      order_N, start_N, S, vocab, packing)
+            try:
+                pack_file(out / f"{name}.rows", out / f".{name}.npz", range(n * per_file, min((n + 1) * per_file, blocks)),
+                          shards, order_N, start_N, S, vocab, packing)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                (out / f"{name}.rows").unlink(missing_ok=True)
+                need = (T - n * per_file * BLOCK_ROWS * S) * itemsize
+                raise OSError(error.errno, f"{str(out)!r} is full ({os.strerror(error.errno)}): {need:,} more bytes are needed "
+                              f"there. {n} of {len(names)} files are finished and kept. Free the space, then run the same "
+                              "command again") from None
         progress(n + 1, len(names), f"packing {split}, files")
     offset, cut, files = np.zeros(1, "<i8"), 0, {}
     with open(out / f"{split}.bounds", "wb") as bounds, open(out / f"{split}.keys", "wb") as keys, \
@@ -363,7 +373,7 @@ def blend_rows(cache: Path, rows: list[Path], weights: list[int], sources: list[
 
     def build(out: Path) -> dict:
         shutil.copyfile(rows[0] / "tokenizer.model", out / "tokenizer.model")
-        members = [{"rows": path.name, "weight": weight, "source": source, "fingerprint": corpus_.fingerprint}
+        members = [{"rows": path.name, "weight": weight, "source": Path(source).name, "fingerprint": corpus_.fingerprint}
                    for path, weight, source, corpus_ in zip(rows, weights, sources, opened)]
         return {"stage": "blend", "corpora": members}
 

@@ -132,14 +132,13 @@ def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     stages = [train.Stage(**values) for values in manifest["declared"]]
     if len(stages) == 1:
         stages = [dataclasses.replace(stages[0], data=hp.data)]  # they may have moved
-    blends = []
-    for stage, pinned in zip(stages, manifest["stages"]):
-        blends.append(train.prepare_data(hp, stage, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True)))
-        if blends[-1].fingerprint != pinned["fingerprint"]:
+    blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
+    for stage, blend, pinned in zip(stages, blends, manifest["stages"]):
+        if blend.fingerprint != pinned["fingerprint"]:
             hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
                     if stage.data == "embedded" else "restore those files, or give their place with --data=PATH")
             raise ConfigError(f"--data={stage.data}: not what {run.path} was trained on (fingerprint "
-                              f"{blends[-1].fingerprint[:12]}, the checkpoint's is {pinned['fingerprint'][:12]}); {hint}")
+                              f"{blend.fingerprint[:12]}, the checkpoint's is {pinned['fingerprint'][:12]}); {hint}")
     order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], manifest["rows_per_step"], hp.seed, hp.balance)
     return Seen(blends, order, manifest["step"])
 

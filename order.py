@@ -332,7 +332,7 @@ def check_boundary(step: int, anchor: int, what: str):
 
 def block_steps(stage: Stage, rows_per_step: int) -> int:
     """BLOCK_STEPS, halved until no corpus has more rows in a block than there are: sorting would bring the copies of a row
-    together in a step."""
+    together in a step. (Two may still meet where an epoch ends inside a block.)"""
     steps = BLOCK_STEPS
     for source, weight in zip(stage.sources, stage.weights):
         while steps > 1 and weight * steps * rows_per_step > len(source.key_R) * sum(stage.weights):

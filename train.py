@@ -606,11 +606,20 @@ class Run(NamedTuple):
     out: Output
 
 
-def prepare_data(hp: Hyperparameters, stage: Stage, grid: Grid, device, log) -> data.Blend:
+def prepare_stages(hp: Hyperparameters, stages: list[Stage], grid: Grid, device, log) -> list[data.Blend]:
+    """The prepared data of each stage. All have the first one's tokenizer."""
+    blends = []
+    for stage in stages:
+        tokenizer = str(blends[0].path / "tokenizer.model") if blends else hp.tokenizer
+        blends.append(prepare_data(hp, stage, tokenizer, grid, device, log))
+    return blends
+
+
+def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, device, log) -> data.Blend:
     """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
     another, makes its own, which must be the same."""
     def prepare(log) -> Path:
-        return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, hp.tokenizer, log=log, packing=hp.packing)
+        return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
 
     path = together(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid, device)
     path = Path(share_texts(path, grid, device)[0])
@@ -726,7 +735,7 @@ def main(argv: list[str]) -> int:
     step, hp = found.get("step", 0), rows_of_run(hp, asked, found, where.world)
     stages = declared(hp)
     check_memory(dataclasses.replace(hp, seq_len=max(stage.seq_len for stage in stages)), m, grid, where, out)
-    blends = [prepare_data(hp, stage, grid, device, out.log) for stage in stages]
+    blends = prepare_stages(hp, stages, grid, device, out.log)
     pinned = pin(stages, blends, read_stages(hp.stages))
     if found:
         check_same_run(found, hp, m, pinned, Path(chosen), out.log)

@@ -1,8 +1,10 @@
 """data.py: every token once, nothing held out is trained on, targets end where documents end, the row order is pure."""
+import errno
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -165,7 +167,8 @@ def test_every_token_and_every_target_once(tmp_path, monkeypatch, name, packing)
         assert row.n_real == S or row.n_real in row.bounds
         for begin, end in zip(row.bounds, row.bounds[1:]):
             if begin < row.n_real:
-                assert (np.diff(row.tokens_S[begin:end]) == 1).all() and (row.targets_S[begin:end - 1] == row.tokens_S[begin + 1:end]).all()
+                assert (np.diff(row.tokens_S[begin:end]) == 1).all()
+                assert (row.targets_S[begin:end - 1] == row.tokens_S[begin + 1:end]).all()
                 assert not last_tokens & set(row.tokens_S[begin:end - 1])      # a segment is of one document
                 if row.targets_S[end - 1] >= 0:
                     assert row.targets_S[end - 1] == row.tokens_S[end - 1] + 1 and row.tokens_S[end - 1] not in last_tokens
@@ -371,10 +374,208 @@ def test_failed_build_leaves_nothing(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [".rows-y.lock"]
 
 
+# ---- interruption ---------------------------------------------------------------------------------------------------
+
+def pack_in_process(folder: Path, cache: Path, die_after: int, fail=None) -> int:
+    """Exit code of a process that packs in files of two blocks of 50 rows, and kills itself at a certain write of rows."""
+    def work():
+        data.BLOCK_ROWS, data.SHARD_BYTES, data.WRITE_TOKENS = 50, 100 * 33 * 2, 20 * 32
+        gather, calls = data.gather_rows, []
+
+        def gather_or_die(*args):
+            calls.append(1)
+            if len(calls) == die_after:
+                if fail:
+                    raise fail
+                os.kill(os.getpid(), signal.SIGKILL)
+            return gather(*args)
+
+        data.gather_rows = gather_or_die
+        data.pack_tokens(cache, folder, str(folder / "tokenizer.model"), 32, VOCAB, 0, "fit", quiet)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_killed_packing_goes_on_where_it_was(small, tmp_path):
+    folder = stage(small[1], "tokens")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert pack_in_process(folder, tmp_path / "a", 0) == 0
+    whole = stage(tmp_path / "a", "rows")
+    kept = {}
+    for die_after in (15, 40, 1):                            # in the third file, later, and at once
+        assert pack_in_process(folder, tmp_path / "b", die_after) == -signal.SIGKILL
+        partial, = (tmp_path / "b").glob(".rows-*.partial")
+        done = {p.name[1:-4] for p in partial.glob(".*.npz")}
+        now = {name: (partial / f"{name}.rows").stat().st_mtime_ns for name in done}
+        assert kept.items() <= now.items() and (die_after == 1 or len(now) > len(kept)), "finished files are not made again"
+        kept = now
+    assert len(kept) > 5 and pack_in_process(folder, tmp_path / "b", 0) == 0
+    again = stage(tmp_path / "b", "rows")
+    assert sorted(p.name for p in again.iterdir()) == sorted(p.name for p in whole.iterdir())
+    assert all(p.read_bytes() == (again / p.name).read_bytes() for p in whole.iterdir()) and again.name == whole.name
+    assert all((again / f"{name}.rows").stat().st_mtime_ns == at for name, at in kept.items())
+    assert not list((tmp_path / "b").glob(".rows-*.partial")) and data.verify(str(again)) == "all files as written"
+
+
+def test_a_full_disk_is_told_and_what_is_finished_is_kept(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "BLOCK_ROWS", 6)
+    monkeypatch.setattr(data, "SHARD_BYTES", 1)
+    pack_file, calls = data.pack_file, []
+
+    def full(*args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        pack_file(*args)
+    monkeypatch.setattr(data, "pack_file", full)
+    args = tmp_path, stage(small[1], "tokens"), "", 64, VOCAB, 0, "fit", quiet
+    with pytest.raises(OSError, match=r"is full.*more bytes are needed there. 3 of \d+ files are finished"):
+        data.pack_tokens(*args)
+    assert len(data.Rows(data.pack_tokens(*args), "train")) == len(data.Rows(small[2], "train"))
+
+
+# ---- blends ---------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """A directory with two corpora, and their blend in the proportion 7 to 3."""
+    base = tmp_path_factory.mktemp("two")
+    write_corpus(base / "a", 300, 1).rename(base / "my notes.jsonl")
+    write_corpus(base / "b", 200, 2).rename(base / "b.jsonl")
+    spec = f"7 '{base}/my notes.jsonl' 3 {base}/b.jsonl"
+    return base, spec, data.prepare(spec, VOCAB, 64, 0, cache=str(base / "cache"), log=quiet)
+
+
+def test_blend_of_texts(two):
+    base, _, path = two
+    blend = data.Blend(path)
+    assert path.name.startswith("blend-") and blend.weights == [7, 3] and len(blend.corpora) == 2
+    assert len({(p / "tokenizer.model").read_bytes() for p in (path, *(c.path for c in blend.corpora))}) == 1   # of both
+    spec = f"0.7 '{base}/my notes.jsonl' .3 {base}/b.jsonl"
+    assert data.prepare(spec, VOCAB, 64, 0, cache=str(base / "cache"), log=quiet) == path
+    # a corpus of weight 0 is not even read
+    only = data.prepare(f"0 {base}/b.jsonl 2 '{base}/my notes.jsonl'", VOCAB, 64, 0, cache=str(base / "cache2"), log=quiet)
+    assert only.name.startswith("rows-") and len(list((base / "cache2").glob("tokens-*"))) == 1
+    assert data.verify(str(path)) == "all files as written"
+    found = order.Order([blend.stage(0)], [(0, 10)], 0)
+    assert np.mean([found.rows(step)[1] for step in range(128)]) == pytest.approx(0.3, abs=0.002)
+
+
+def test_held_out_rows_of_a_blend(two):
+    held = data.Blend(two[2]).held_out
+    sizes = [len(rows) for rows in held.corpora]
+    assert len(held) == sum(sizes)
+    pairs = list(zip(held._corpus.tolist(), held._index.tolist()))
+    assert sorted(pairs) == [(c, r) for c, n in enumerate(sizes) for r in range(n)]
+    first = min(n * 10 // w for n, w in zip(sizes, (7, 3)))  # until one runs out
+    assert abs(held._corpus[:first].mean() - 0.3) < 1 / max(first, 1) + 0.01
+    assert held[0].tokens_S.tolist() == held.corpora[held._corpus[0]][held._index[0]].tokens_S.tolist()
+
+
+def test_token_sets_in_a_blend(two, small, tmp_path):
+    base, _, path = two
+    ours = str(stage(small[1], "tokens"))
+    mixed = data.prepare(f"1 {ours} 2 {base}/b.jsonl", VOCAB, 64, 0, cache=str(tmp_path), log=quiet)
+    model = (small[2] / "tokenizer.model").read_bytes()      # the text takes the set's tokenizer
+    assert [(c.path / "tokenizer.model").read_bytes() == model for c in data.Blend(mixed).corpora] == [True, True]
+    other = next(p for p in (base / "cache").glob("tokens-*"))
+    with pytest.raises(ConfigError, match="different tokenizers"):
+        data.prepare(f"1 {ours} 1 {other}", VOCAB, 64, 0, cache=str(tmp_path), log=quiet)
+    with pytest.raises(ConfigError, match="not the tokenizer of"):
+        data.prepare(f"1 {ours} 1 {base}/b.jsonl", VOCAB, 64, 0, str(path / "tokenizer.model"), str(tmp_path), quiet)
+    shutil.copytree(ours, tmp_path / "foreign", ignore=shutil.ignore_patterns("manifest.json", "tokenizer.model"))
+    foreign = str(tmp_path / "foreign")
+    with pytest.raises(ConfigError, match="does not say how it was tokenized"):
+        data.prepare(f"1 {foreign} 1 {base}/b.jsonl", VOCAB, 64, 0, cache=str(tmp_path), log=quiet)
+    model = str(small[2] / "tokenizer.model")
+    assert data.prepare(f"1 {foreign} 1 {base}/b.jsonl", VOCAB, 64, 0, model, str(tmp_path), quiet).is_dir()
+
+
+@pytest.mark.parametrize("spec, words", [
+    ("7 {a} 3 {a}", "comes twice"), ("7 {a} 3 ./{a}", "comes twice"), ("-1 {a} 2 {b}", "weight -1 is negative"),
+    ("nan {a} 2 {b}", "weight nan"), ("0 {a} 0 {b}", "all 0"), ("7 {a} 3 nowhere.txt", "--data='nowhere.txt' does not exist"),
+    ("{a} 7 {b} 3", "weight .*a.jsonl is not"), ("7 {a} 3", "3 words"), ("7 'x 3 {b}", "quot"),
+    ("7 {a} 3 {c}", "hold the same text"),
+    ("nowhere.txt", "--data='nowhere.txt' does not exist")])
+def test_bad_blends(tmp_path, monkeypatch, spec, words):
+    for n, name in enumerate("ab"):
+        write_corpus(tmp_path / name, 40, n).rename(tmp_path / f"{name}.jsonl")
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "c.jsonl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        data.prepare(spec.format(a="a.jsonl", b="b.jsonl", c="c.jsonl"), VOCAB, 64, 0, cache="cache", log=quiet)
+
+
+def test_a_path_with_blanks_that_exists_is_one_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "7 a.txt 3 b.txt").write_text("text")
+    assert data.parse_blend("7 a.txt 3 b.txt") == [("1", "7 a.txt 3 b.txt")]
+    assert data.parse_blend("7 'a b.txt' 3 b.txt") == [("7", "a b.txt"), ("3", "b.txt")]
+    assert data.parse_blend("embedded") == [("1", "embedded")]
+
+
+def test_a_blend_knows_its_rows(two, tmp_path):
+    shutil.copytree(two[0] / "cache", tmp_path / "cache")
+    path = tmp_path / "cache" / two[2].name
+    rows = data.Blend(path).corpora[0].path
+    shutil.rmtree(rows)
+    with pytest.raises(ConfigError, match="not a prepared directory"):
+        data.Blend(path)
+    shutil.copytree(data.Blend(two[2]).corpora[1].path, rows)
+    with pytest.raises(ConfigError, match="not what .* was made of"):
+        data.Blend(path)
+
+
+# ---- loader ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_loader_reads_what_the_order_says(two, world):
+    blend = data.Blend(two[2])
+    run_order = order.Order([blend.stage(0)], [(0, 8)], 0)
+    loaders = [data.Loader([blend], run_order, world, rank, 3) for rank in range(world)]
+    for step in range(3, 140):
+        taken = [loader.take(step) for loader in loaders]
+        _, corpus_R, row_R = run_order.rows(step)
+        want = sorted(tuple(blend.corpora[c][r].tokens_S) for c, r in zip(corpus_R, row_R))
+        assert sorted(tuple(row.tokens_S) for rows, _ in taken for row in rows) == want
+        assert {len(rows) for rows, _ in taken} == {8 // world} and {digest for _, digest in taken} == {run_order.digest(step)}
+    [loader.close() for loader in loaders]
+    assert not any(loader._thread.is_alive() for loader in loaders)
+
+
+def test_loader_is_ahead_by_a_bounded_number_of_steps(two, monkeypatch):
+    blend, read = data.Blend(two[2]), []
+    monkeypatch.setattr(data.Rows, "read", lambda self, r, read_row=data.Rows.read: read.append(r) or read_row(self, r))
+    loader = data.Loader([blend], order.Order([blend.stage(0)], [(0, 4)], 0), 1, 0, 0, ahead=2)
+    for taken in range(5):
+        deadline = time.monotonic() + 20
+        while len(read) < 4 * (taken + 3) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(read) == 4 * (taken + 3)                  # two wait, and one more is ready to
+        loader.take(taken)
+    loader.close()
+
+
+def test_an_error_of_the_loader_is_raised_where_the_rows_are_wanted(two, tmp_path):
+    shutil.copytree(two[0] / "cache", tmp_path / "cache")
+    blend = data.Blend(tmp_path / "cache" / two[2].name)
+    file, = blend.corpora[0].path.glob("train-*.rows")
+    os.truncate(file, file.stat().st_size // 2)              # after it was opened
+    loader = data.Loader([blend], order.Order([blend.stage(0)], [(0, 8)], 0), 1, 0, 0)
+    with pytest.raises(ConfigError, match="train-00000.rows' ends before row"):
+        [loader.take(step) for step in range(100)]
+    assert not loader._thread.is_alive()
+
+
 # ---- wrong inputs ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"), ({"vocab": 0}, "--vocab=0"),
-                                           ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
+@pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"),
+                                           ({"vocab": 0}, "--vocab=0"), ({"packing": "best"}, "--packing=best"), ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
 def test_bad_inputs(small, tmp_path, change, words):
     """The others: test_corpus.py."""
     setting = {"data": str(small[0]), "vocab": VOCAB, "seq_len": 64, "seed": 0, "cache": str(tmp_path), **change}
@@ -431,11 +632,13 @@ def test_wrong_directories(small, tmp_path):
         data.Rows(small[2], "train")[10**6]
 
 
-# ---- command line  ------------------------------------------------------------
+# ---- command line ---------------------------------------------------------------------------------------------------
 
 def test_command_line(small, capsys):
     source, cache, path = small
     data.main(["prepare", f"--data={source}", f"--vocab={VOCAB}", "--seq_len=64", "--seed=0", f"--cache={cache}"])
+    assert capsys.readouterr().out.strip() == str(path)
+    data.main(["pack", str(stage(cache, "tokens")), f"--vocab={VOCAB}", "--seq_len=64", f"--cache={cache}"])
     assert capsys.readouterr().out.strip() == str(path)
     data.main(["show", str(path), "--row=3"])
     shown = capsys.readouterr().out
@@ -446,3 +649,28 @@ def test_command_line(small, capsys):
     with pytest.raises(ConfigError, match="--row"):
         data.main(["show", str(path), f"--row={last + 1}"])
     data.main(["verify", str(path)])
+
+
+def test_reports(two, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)     # as where it is not installed
+    data.main(["blend", str(two[2]), "--rows_per_step=10"])
+    told = capsys.readouterr().out
+    assert "corpus 1: weight 3 of 10" in told and "shares in a block: 0: 0.7000 (0.7000 to 0.7000), 1: 0.3000" in told, told
+    data.main(["stats", str(two[2]), "--ranks=2", "--rows_per_step=8", "--steps=256"])
+    told = capsys.readouterr().out
+    for words in ("b.jsonl", "as they come", "sorted in blocks", "256 steps of 8 rows of 64 tokens, 2 ranks", "is not installed"):
+        assert words in told
+    with pytest.raises(ConfigError, match="multiple of --ranks=3"):
+        data.main(["balance", str(two[2]), "--ranks=3", "--rows_per_step=8"])
+
+
+def test_synthetic_balance():
+    """The proof at a smaller size: 64 ranks, 256 steps of rows of 65,536 tokens."""
+    stage_, cost_CR, info = data.synthetic(256 * 64 * 65_536, 65_536, 0, "fit")
+    found = {m: data.measure(stage_, cost_CR, 64, 64, 256, 0, m) for m in ("none", "published", "sorted")}
+    middle = {m: np.median(x.slowest_N) for m, x in found.items()}
+    assert middle["none"] > 5 and middle["published"] < 1.15 and middle["sorted"] < 1.01
+    assert np.percentile(found["sorted"].slowest_N, 99) < 1.15
+    drift = {m: data.over_16(x.cost_N).std() / x.cost_N.mean() for m, x in found.items()}
+    assert drift["sorted"] < drift["published"] / 2
+    assert all(c["cut_tokens"] / c["tokens"] < 0.02 for c in info.values())
