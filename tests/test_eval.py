@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-import corpus
 import data
 import eval as ev
+import tokenizer
 from model import ConfigError, model_of
 from parallel import Transport, init_state, make_grid
 
