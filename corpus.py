@@ -147,7 +147,7 @@ def clean(text: str, counts: Counter) -> bytes:
     if text.startswith("\ufeff"):
         counts["bom_removed"] += 1
         text = text[1:]
-    if "\r\n" in text:
+    if "\r" in text and "\r\n" in text:                      # one letter is found ten times as fast as two
         counts["crlf_to_lf"] += 1
         text = text.replace("\r\n", "\n")
     if "\0" in text:
@@ -183,7 +183,7 @@ def _lines(file, begin: int, end: int, where: str):
 def _parse(raw: bytes, where, counts: Counter) -> str | None:
     """The text of a line of JSON; None for an empty line. where() says which line it is."""
     line = _decode(raw, counts).lstrip("\ufeff")
-    if not line.strip():
+    if not line or line.isspace():
         return None
     try:
         record = json.loads(line)
