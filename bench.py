@@ -693,7 +693,7 @@ def tokenize_bench(n_bytes: int, rounds: int) -> dict[str, dict]:
             for file in Path(folder, f"text-{encoder}").iterdir():
                 if file.read_bytes() != Path(folder, "text-sentencepiece", file.name).read_bytes():
                     raise Failure(f"{encoder}: {file.name} differs from SentencePiece's")
-    print(f"  {'':<14}{'MB/s of CPU':>12}{'MB/s':>8}{'peak MB, a quarter':>20}{'whole':>7}  times plain SentencePiece's, CPU and wall")
+    print(f"  {'':<14}{'MB/s of CPU':>12}{'MB/s':>8}{'peak MB, a quarter':>20}{'whole':>7}  times SentencePiece's, CPU and wall")
     for encoder, r in results.items():
         r["ratios"] = [[a / b for a, b in zip(results["sentencepiece"][k], r[k])] for k in ("cpu_s", "wall_s")]
         cpu, wall = statistics.median(r["cpu_s"]), statistics.median(r["wall_s"])

@@ -266,11 +266,11 @@ class Shard:
                               f"program that leaves gaps; merge it anew with Megatron's tools/merge_datasets.py.")
         T = int(pointer_S[-1]) // self.dtype.itemsize + int(length_S[-1]) if S else 0
         if bin_path.stat().st_size != T * self.dtype.itemsize:
-            raise ConfigError(f"{str(bin_path)!r} has {bin_path.stat().st_size:,} bytes, its .idx says {T * self.dtype.itemsize:,}. "
-                              f"It is cut off or belongs to another .idx; copy or make it again.")
+            raise ConfigError(f"{str(bin_path)!r} has {bin_path.stat().st_size:,} bytes, its .idx says "
+                              f"{T * self.dtype.itemsize:,}. It is cut off or belongs to another .idx; copy or make it again.")
         self.tokens = np.memmap(bin_path, self.dtype, "r") if T else np.zeros(0, self.dtype)
-        if S == D - 1 and (np.diff(mark_D) == 1).all():      # one sequence per document: nothing is copied
-            self.length_N, start_N = length_S, pointer_S
+        if S == D - 1 and (np.diff(mark_D) == 1).all():      # one sequence per document (a copy is aligned)
+            self.length_N, start_N = length_S.copy(), pointer_S
         else:
             edge_D = np.append(pointer_S, T * self.dtype.itemsize)[mark_D]
             self.length_N, start_N = np.diff(edge_D) // self.dtype.itemsize, edge_D[:-1]
@@ -298,7 +298,7 @@ class Shards:
         if (path / "manifest.json").is_file():
             self.manifest = read_manifest(path)
             if self.manifest["stage"] != "tokens":
-                raise ConfigError(f"{str(path)!r} is a {self.manifest['stage']} directory, not tokens. Give a tokens-* directory.")
+                raise ConfigError(f"{str(path)!r} is a {self.manifest['stage']} directory. Give a tokens-* directory.")
             names = sorted(n[:-4] for n in self.manifest["files"] if n.endswith(".idx"))
             prefixes = [path / n for n in names if split in ("all", n.split("-")[0])]
         else:
@@ -395,8 +395,8 @@ def verify_shards(path, vocab: int = 0) -> str:
                 part = shard.tokens[at:at + CHECK_TOKENS]
                 if part.min() < 0 or part.max() >= vocab:
                     bad = at + int(np.argmax((part < 0) | (part >= vocab)))
-                    raise ConfigError(f"{str(prefix)!r}: token {bad:,} of its .bin is {int(shard.tokens[bad])}, outside the vocabulary "
-                                      f"of {vocab:,}. Give the tokenizer it was made with.")
+                    raise ConfigError(f"{str(prefix)!r}: token {bad:,} of its .bin is {int(shard.tokens[bad])}, outside the "
+                                      f"vocabulary of {vocab:,}. Give the tokenizer it was made with.")
         except ConfigError as error:
             raise ConfigError(f"{error} The {n} of {len(prefixes)} shards before it are whole.") from None
         tokens, documents = tokens + len(shard.tokens), documents + len(shard.length_N)

@@ -293,7 +293,8 @@ def test_row_ids_far_out():
 
 # ---- wrong inputs ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"), ({"vocab": 0}, "--vocab=0"),
+@pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"),
+                                           ({"vocab": 0}, "--vocab=0"),
                                            ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
 def test_bad_inputs(small, tmp_path, change, words):
     """The others: test_corpus.py."""
