@@ -37,7 +37,8 @@ from pathlib import Path
 import sentencepiece
 
 from errors import ConfigError
-from shards import FORMAT, HELD_OUT, SPLITS, Shards, ShardWriter, digest, is_shards, read_manifest, stage, token_dtype, write_synced
+from shards import (FORMAT, HELD_OUT, SPLITS, Shards, ShardWriter, digest, is_shards, read_manifest, stage, token_dtype,
+                    write_synced)
 from tokenizer import KINDS, Encoder, load_model, tokenizer_hash, train_tokenizer
 
 PACKAGES = ("torch", "numpy", "sympy", "networkx")      # besides the standard library; those present are read
@@ -118,7 +119,35 @@ def _zstd():
     except ImportError:
         raise ConfigError("--data: .zst files need the package zstandard (pip install zstandard), or Python 3.14. "
                           "Install it, or decompress them.") from None
-    return lambda path: io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open(path, "rb"), read_across_frames=True))
+    return lambda path: io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor), 1 << 20)
+
+
+class _Frames(io.RawIOBase):
+    """A .zst file as zstandard reads it, but with an error where its own reader would take a file that is cut off as whole."""
+
+    def __init__(self, path: str, decompressor):
+        self._file, self._new, self._frame, self._ready = open(path, "rb"), decompressor, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            block = self._frame.unused_data if self._frame and self._frame.eof else b""
+            if not (block := block or self._file.read(1 << 17)):
+                if self._frame and not self._frame.eof:
+                    raise EOFError("it is cut off")
+                return 0
+            if not self._frame or self._frame.eof:
+                self._frame = self._new().decompressobj()
+            self._ready = memoryview(self._frame.decompress(block))
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _parquet():
@@ -147,7 +176,7 @@ def clean(text: str, counts: Counter) -> bytes:
     if text.startswith("\ufeff"):
         counts["bom_removed"] += 1
         text = text[1:]
-    if "\r\n" in text:
+    if "\r" in text and "\r\n" in text:                      # one letter is found ten times as fast as two
         counts["crlf_to_lf"] += 1
         text = text.replace("\r\n", "\n")
     if "\0" in text:
@@ -183,11 +212,11 @@ def _lines(file, begin: int, end: int, where: str):
 def _parse(raw: bytes, where, counts: Counter) -> str | None:
     """The text of a line of JSON; None for an empty line. where() says which line it is."""
     line = _decode(raw, counts).lstrip("\ufeff")
-    if not line.strip():
+    if not line or line.isspace():
         return None
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where()} is not JSON ({error}). Correct or delete the line.") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
@@ -279,15 +308,23 @@ def _documents(unit: dict, rule: dict, counts: Counter, skip: int = 0):
 # Units: what one process does at a time, of bounded size and the same however many there are
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _units(files: list[tuple[str, str, int]], setting: str, part_bytes: int) -> list[dict]:
-    """Cut and group (path, domain, size) into units of about part_bytes, in order. A unit: spans [path, begin, end], domain."""
+def _stamp(path) -> list[int]:
+    """What changes with a file: its size and time."""
+    found = os.stat(path)
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _units(files: list[tuple[str, str, int]], setting: str, part_bytes: int, step: int = 0) -> list[dict]:
+    """Cut and group (path, domain, size) into units of about part_bytes, in order. A unit: spans [path, begin, end], domain.
+
+    step: where any file is cut; without it, .jsonl files at part_bytes (their lines belong where they begin), others never."""
     units, room = [], 0
     for path, domain, size in files:
         kind = input_kind(Path(path))
-        step = part_bytes if kind == ".jsonl" else max(size, 1)
-        for begin in range(0, size, step):
-            end = min(begin + step, size)
-            cost = (end - begin) * (1 if kind in TEXT else 4)                # what compressed text may grow to
+        cut = step or (part_bytes if kind == ".jsonl" else max(size, 1))
+        for begin in range(0, size, cut):
+            end = min(begin + cut, size)
+            cost = (end - begin) * (1 if step or kind in TEXT else 4)        # what compressed text may grow to
             if cost > room or units[-1]["domain"] != domain:
                 units.append({"spans": [], "domain": domain, "setting": setting, "bytes": 0})
                 room = part_bytes
@@ -329,15 +366,18 @@ def _rule(units: list[dict]) -> dict:
 # Work: what a process does with a unit
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _hash_block(task: dict, tell) -> str:
-    h = hashlib.sha256()
-    with open(task["path"], "rb") as f:
-        f.seek(task["begin"])
-        left = task["end"] - task["begin"]
-        while left and (block := f.read(min(left, 1 << 20))):
-            h.update(block)
-            left -= len(block)
-    return h.hexdigest()
+def _hash(task: dict, tell) -> list[str]:
+    """The hash of each span."""
+    found = []
+    for path, begin, end in task["spans"]:
+        h, left = hashlib.sha256(), end - begin
+        with open(path, "rb") as f:
+            f.seek(begin)
+            while left and (block := f.read(min(left, 1 << 20))):
+                h.update(block)
+                left -= len(block)
+        found.append(h.hexdigest())
+    return found
 
 
 def _sample(task: dict, tell) -> list:
@@ -373,8 +413,9 @@ def _parts(folder: Path, unit: int) -> list[dict]:
 class Part:
     """The shards of one part while they are written, under names that no other process uses."""
 
-    def __init__(self, folder: Path, unit: int, number: int, encoder: Encoder):
-        self.folder, self.note, self.encoder, self.number = folder, _note(folder, unit, number), encoder, number
+    def __init__(self, folder: Path, task: dict, number: int, encoder: Encoder):
+        self.folder, self.task, self.encoder, self.number = folder, task, encoder, number
+        self.note = _note(folder, task["unit"], number)
         self.name, self.batch, self.batch_bytes, self.bytes = self.note.stem, [], 0, Counter()
         self.tmp = f"{self.name}.{os.uname().nodename}.{os.getpid()}"
         self.writers = {split: ShardWriter(folder / f"{self.tmp}.{split}", encoder.dtype) for split in SPLITS}
@@ -398,6 +439,9 @@ class Part:
     def commit(self, **facts) -> None:
         """Sync the shards, name them, and only then note the part as finished."""
         self.flush()
+        for (path, *_), stamp in zip(self.task["spans"], self.task["stamps"]):
+            if _stamp(path) != stamp:                        # else its tokens would go by the hash of what it was
+                raise ConfigError(f"{self.task['setting']}: {path!r} was changed while it was read. Leave it, and run again.")
         splits, files = {}, {}
         for split, writer in self.writers.items():
             done = writer.close()
@@ -419,17 +463,17 @@ class Part:
 def _encode_unit(task: dict, tell) -> None:
     """Write a unit's parts, those that are not finished yet. A part closes when its text has task["part_bytes"] (compressed
     files may grow to many). tell(bytes of text) now and then."""
-    folder, unit, encoder = Path(task["folder"]), task["unit"], _encoder(task["model"], task["vocab"], task["encoder"])
-    finished = _parts(folder, unit)
+    folder, encoder = Path(task["folder"]), _encoder(task["model"], task["vocab"], task["encoder"])
+    finished = _parts(folder, task["unit"])
     if finished and finished[-1]["last"]:
         return
     counts, records = Counter(), finished[-1]["records"] if finished else 0
-    part = Part(folder, unit, len(finished), encoder)
+    part = Part(folder, task, len(finished), encoder)
     try:
         for n, raw, _, held in _documents(task, task["rule"], counts, skip=records):
             if sum(part.bytes.values()) + part.batch_bytes >= task["part_bytes"] and n > records:
                 part.commit(records=records, last=False, cleaning=dict(counts), domain=task["domain"])
-                part = Part(folder, unit, part.number + 1, encoder)
+                part = Part(folder, task, part.number + 1, encoder)
                 counts.clear()
             records = n
             if part.add(raw, "val" if held else "train"):
@@ -441,7 +485,7 @@ def _encode_unit(task: dict, tell) -> None:
 
 
 def work(task: dict, tell):
-    return {"hash": _hash_block, "sample": _sample, "encode": _encode_unit}[task["do"]](task, tell)
+    return {"hash": _hash, "sample": _sample, "encode": _encode_unit}[task["do"]](task, tell)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -540,9 +584,10 @@ class Pool:
 
 
 def _obituary(code: int, task: dict) -> str:
-    path, begin, end = task["spans"][0] if "spans" in task else (task["path"], task["begin"], task["end"])
+    (path, begin, _), (last, _, end) = task["spans"][0], task["spans"][-1]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    what = f"part {task['unit']} ({path!r} from byte {begin:,} to {end:,})" if "unit" in task else f"{path!r}"
+    place = f"{path!r} from byte {begin:,} to " + (f"{end:,}" if path == last else f"{last!r}, byte {end:,}")
+    what = f"part {task['unit']} ({place})" if "unit" in task else place
     return (f"the process that worked on {what} {how}. If the machine was short of memory, use fewer --workers. "
             f"Finished parts are kept: run the same command again to go on.")
 
@@ -729,18 +774,22 @@ def _source(cache: Path, data: str, pool: Pool, log) -> dict:
         folder = read_embedded(cache, log)
         manifest = read_manifest(folder)
         names = ("prose", "code")
-        files = [(str(folder / f"{name}.jsonl"), name, manifest["files"][f"{name}.jsonl"]["bytes"]) for name in names]
-        return {"files": files, "key": ["embedded", *(manifest["files"][f"{name}.jsonl"]["sha256"] for name in names)],
+        written = [manifest["files"][f"{name}.jsonl"] for name in names]
+        files = [(str(folder / f"{name}.jsonl"), name, file["bytes"]) for name, file in zip(names, written)]
+        return {"files": files, "stamps": {path: _stamp(path) for path, *_ in files},
+                "key": ["embedded", *(file["sha256"] for file in written)],
                 **{k: manifest[k] for k in ("versions", "cleaning", "sources")}}
-    blocks = [{"do": "hash", "path": str(path), "begin": at, "end": min(at + HASH_BLOCK, size), "bytes": min(HASH_BLOCK, size - at)}
-              for path in _user_files(data) for size in [path.stat().st_size] for at in range(0, max(size, 1), HASH_BLOCK)]
+    stamps = {str(path): _stamp(path) for path in _user_files(data)}
+    blocks = _units([(path, "", size) for path, (size, _) in stamps.items()], "", HASH_BLOCK, HASH_BLOCK)
+    tasks = [{"do": "hash", **unit} for unit in blocks]
     of_file: dict[str, list[str]] = {}
-    for block, h in zip(blocks, _run(pool, "hashed", blocks, log)):
-        of_file.setdefault(block["path"], []).append(h)
+    for task, hashes in zip(tasks, _run(pool, "hashed", tasks, log)):
+        for (path, _, _), h in zip(task["spans"], hashes):
+            of_file.setdefault(path, []).append(h)
     hashed = sorted((digest(hashes), input_kind(Path(path)), path) for path, hashes in of_file.items())
-    files = [(path, "text", os.path.getsize(path)) for _, _, path in hashed]
+    files = [(path, "text", stamps[path][0]) for _, _, path in hashed]
     key = digest([h + kind for h, kind, _ in hashed])
-    return {"files": files, "key": ["files", key], "versions": {}, "cleaning": {},
+    return {"files": files, "stamps": stamps, "key": ["files", key], "versions": {}, "cleaning": {},
             "sources": {"files": len(files), "bytes": sum(size for *_, size in files), "sha256": key}}
 
 
@@ -810,10 +859,10 @@ def _finish(folder: Path, units: list[dict]) -> dict:
                               held_out=counts["documents"] if split == "val" else 0)
                 if counts["documents"]:
                     for suffix in (".bin", ".idx"):
-                        name, written = f"{split}-{number[split]:05d}{suffix}", folder / f"{_note(folder, n, k).stem}.{split}{suffix}"
+                        name, written = f"{split}-{number[split]:05d}{suffix}", f"{_note(folder, n, k).stem}.{split}{suffix}"
                         files[name] = part["files"][f"{split}{suffix}"]
-                        if written.is_file():
-                            written.rename(folder / name)
+                        if (folder / written).is_file():
+                            (folder / written).rename(folder / name)
                     number[split] += 1
     return {"splits": splits, "files": files, "cleaning": dict(cleaning), "domains": domains, "notes": notes}
 
@@ -824,8 +873,9 @@ def _no_space(error: OSError, folder: Path, units: list[dict], itemsize: int) ->
     done, total = sum(u["bytes"] for u in finished), sum(u["bytes"] for u in units)
     written = sum(p.stat().st_size for p in folder.glob("*.bin"))
     need = (total - done) * (written / done if done else itemsize / 3)
-    return OSError(error.errno, f"{str(folder)!r} is full ({os.strerror(error.errno)}): about {need:,.0f} more bytes are needed there. "
-                   f"{len(finished)} of {len(units)} parts are finished and kept. Free the space, then run the same command again")
+    return OSError(error.errno, f"{str(folder)!r} is full ({os.strerror(error.errno)}): about {need:,.0f} more bytes are needed "
+                   f"there. {len(finished)} of {len(units)} parts are finished and kept. Free the space, then run the same "
+                   f"command again.")
 
 
 def check_numbers(*settings: tuple) -> None:
@@ -866,6 +916,8 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         total = sum(size for *_, size in source["files"])
         part_bytes = min(max(1 << (total >> 8).bit_length(), MIN_PART), MAX_PART)
         units = _units(source["files"], f"--data={data!r}", part_bytes)
+        for unit in units:
+            unit["stamps"] = [source["stamps"][path] for path, *_ in unit["spans"]]
         key = digest([FORMAT, HELD_OUT, part_bytes, source["key"], vocab,
                       tokenizer_hash(given) if given else ["trained", sentencepiece.__version__, SAMPLE_BYTES]])[:16]
 
@@ -883,8 +935,11 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
             return stage(cache, f"tokens-{key}", lambda folder: {**build(folder), "key": key}, f".tokens-{key}.partial")
         place = Path(out).absolute()
         place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists() and not (place / "manifest.json").is_file():
+            raise ConfigError(f"--out={out!r} exists and holds no token set. Give a directory that is not there yet.")
         if place.exists() and read_manifest(place).get("key") != key:
-            raise ConfigError(f"--out={out!r} holds tokens of other settings or other text. Give another directory, or delete it.")
+            raise ConfigError(f"--out={out!r} holds tokens of other settings or other text. Give another directory, or "
+                              f"delete it.")
         return stage(place.parent, place.name, lambda folder: {**build(folder), "key": key}, f".{place.name}-{key}.partial")
 
 
@@ -910,9 +965,11 @@ def _build(folder: Path, source: dict, units: list[dict], part_bytes: int, vocab
     tokens, n_bytes = (sum(done["splits"][split][k] for split in SPLITS) for k in ("tokens", "bytes"))
     counts = Counter(done["cleaning"]) + Counter(source["cleaning"])
     log("data: " + "; ".join(f"{name} {d['documents']:,} documents, {d['bytes'] / 1e6:.2f} MB, {d['held_out']:,} held out"
-                             for name, d in done["domains"].items()) + "".join(f"; {name} {n}" for name, n in sorted(counts.items())))
-    log(f"data: encoded {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s, {n_bytes / seconds / 1e6:.1f} MB/s, "
-        f"{n_bytes / tokens:.2f} bytes per token), {done['splits']['val']['tokens']:,} of them held out")
+                             for name, d in done["domains"].items())
+        + "".join(f"; {name} {n}" for name, n in sorted(counts.items())))
+    log(f"data: encoded {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s, "
+        f"{n_bytes / seconds / 1e6:.1f} MB/s, {n_bytes / tokens:.2f} bytes per token), "
+        f"{done['splits']['val']['tokens']:,} of them held out")
     return {**done, "stage": "tokens", "vocab": vocab, "pieces": tok.vocab_size(), "eod": tok.eos_id(), "cleaning": dict(counts),
             "dtype": token_dtype(vocab).str, "tokenizer_hash": tokenizer_hash(model.read_bytes()), "sources": source["sources"],
             "versions": {"sentencepiece": sentencepiece.__version__, **source["versions"]}}

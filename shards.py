@@ -266,11 +266,11 @@ class Shard:
                               f"program that leaves gaps; merge it anew with Megatron's tools/merge_datasets.py.")
         T = int(pointer_S[-1]) // self.dtype.itemsize + int(length_S[-1]) if S else 0
         if bin_path.stat().st_size != T * self.dtype.itemsize:
-            raise ConfigError(f"{str(bin_path)!r} has {bin_path.stat().st_size:,} bytes, its .idx says {T * self.dtype.itemsize:,}. "
-                              f"It is cut off or belongs to another .idx; copy or make it again.")
+            raise ConfigError(f"{str(bin_path)!r} has {bin_path.stat().st_size:,} bytes, its .idx says "
+                              f"{T * self.dtype.itemsize:,}. It is cut off or belongs to another .idx; copy or make it again.")
         self.tokens = np.memmap(bin_path, self.dtype, "r") if T else np.zeros(0, self.dtype)
-        if S == D - 1 and (np.diff(mark_D) == 1).all():      # one sequence per document: nothing is copied
-            self.length_N, start_N = length_S, pointer_S
+        if S == D - 1 and (np.diff(mark_D) == 1).all():      # one sequence per document (a copy is aligned)
+            self.length_N, start_N = length_S.copy(), pointer_S
         else:
             edge_D = np.append(pointer_S, T * self.dtype.itemsize)[mark_D]
             self.length_N, start_N = np.diff(edge_D) // self.dtype.itemsize, edge_D[:-1]
@@ -298,7 +298,7 @@ class Shards:
         if (path / "manifest.json").is_file():
             self.manifest = read_manifest(path)
             if self.manifest["stage"] != "tokens":
-                raise ConfigError(f"{str(path)!r} is a {self.manifest['stage']} directory, not tokens. Give a tokens-* directory.")
+                raise ConfigError(f"{str(path)!r} is a {self.manifest['stage']} directory. Give a tokens-* directory.")
             names = sorted(n[:-4] for n in self.manifest["files"] if n.endswith(".idx"))
             prefixes = [path / n for n in names if split in ("all", n.split("-")[0])]
         else:
@@ -380,28 +380,33 @@ def _mix(x: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 
 def verify_shards(path, vocab: int = 0) -> str:
-    """Reads every token. Returns what was checked; raises ConfigError naming the first shard that is wrong, and what is
-    still usable."""
+    """Reads every byte, shard after shard. Returns what was checked; raises ConfigError naming the first file that is wrong, and
+    how many shards before it are whole."""
     manifest = read_manifest(path) if (Path(path) / "manifest.json").is_file() else {}
-    if manifest:
-        for name, want in manifest["files"].items():
-            if file_sha256(Path(path) / name) != want["sha256"]:
-                raise ConfigError(f"{str(Path(path) / name)!r} differs from its hash in the manifest.")
-    vocab, tokens, documents = vocab or manifest.get("vocab", 0), 0, 0
-    prefixes = shard_prefixes(path)
+    vocab, tokens, documents, prefixes = vocab or manifest.get("vocab", 0), 0, 0, shard_prefixes(path)
+    for name in sorted(set(manifest.get("files", {})) - {f"{p.name}{suffix}" for p in prefixes for suffix in (".bin", ".idx")}):
+        _check_hash(Path(path) / name, manifest)
     for n, prefix in enumerate(prefixes):
-        usable = f"The {n} of {len(prefixes)} shards before it are whole." if n else ""
         try:
+            for suffix in (".bin", ".idx") if manifest else ():
+                _check_hash(Path(f"{prefix}{suffix}"), manifest)
             shard = Shard(prefix)
+            for at in range(0, len(shard.tokens) if vocab else 0, CHECK_TOKENS):
+                part = shard.tokens[at:at + CHECK_TOKENS]
+                if part.min() < 0 or part.max() >= vocab:
+                    bad = at + int(np.argmax((part < 0) | (part >= vocab)))
+                    raise ConfigError(f"{str(prefix)!r}: token {bad:,} of its .bin is {int(shard.tokens[bad])}, outside the "
+                                      f"vocabulary of {vocab:,}. Give the tokenizer it was made with.")
         except ConfigError as error:
-            raise ConfigError(f"{error} {usable}") from None
-        for at in range(0, len(shard.tokens) if vocab else 0, CHECK_TOKENS):
-            part = shard.tokens[at:at + CHECK_TOKENS]
-            if part.min() < 0 or part.max() >= vocab:
-                bad = at + int(np.argmax((part < 0) | (part >= vocab)))
-                raise ConfigError(f"{prefix}.bin: token {bad:,} is {int(shard.tokens[bad])}, outside the vocabulary of "
-                                  f"{vocab:,}. Give the tokenizer it was made with. {usable}")
+            raise ConfigError(f"{error} The {n} of {len(prefixes)} shards before it are whole.") from None
         tokens, documents = tokens + len(shard.tokens), documents + len(shard.length_N)
     return (f"{len(prefixes)} shards, {documents:,} documents, {tokens:,} tokens: "
             + ("all files as written" if manifest else "all indices are consistent")
             + (f", every token below {vocab:,}" if vocab else "; token range not checked (give --tokenizer or --vocab)"))
+
+
+def _check_hash(path: Path, manifest: dict) -> None:
+    if path.name not in manifest["files"]:
+        raise ConfigError(f"{str(path)!r} is not in the manifest of its directory. Move it elsewhere.")
+    if file_sha256(path) != manifest["files"][path.name]["sha256"]:
+        raise ConfigError(f"{str(path)!r} differs from its hash in the manifest. Delete its directory and make it again.")

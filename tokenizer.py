@@ -6,6 +6,7 @@ chunks whose borders no merge can cross, or by the gigatoken package where it is
 import hashlib
 import io
 import re
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from errors import ConfigError
 from shards import token_dtype
 
 SPACE = "\u2581"                 # SentencePiece writes a space as this character
+SPACE_UTF8 = SPACE.encode()
 CACHE_BYTES = 1 << 23           # chunks and their tokens that an Encoder remembers; with Python's overhead about 12 times that
 TRUST_BYTES = 1 << 16            # text at the beginning of a part that is compared with plain SentencePiece
+GIGATOKEN_BYTES = 1 << 27        # text after which gigatoken starts anew
 SLICE_BYTES = 1 << 20            # text that is cut into chunks at a time
 KINDS = ("auto", "cache", "sentencepiece", "gigatoken")
 # numbers in sentencepiece_model.proto
@@ -74,6 +77,7 @@ def _wire(message: bytes):
         at += size
 
 
+@lru_cache(4)
 def tokenizer_hash(model: bytes) -> str:
     """Hash over pieces, scores and types (field 1), normaliser (3), denormaliser (5), and of the training settings (2)
     the model type (3), the side spaces attach to (24) and byte fallback (35). Not over the bytes:
@@ -121,7 +125,7 @@ def encode(tok, texts: list[str]) -> list[list[int]]:
     The one character that SentencePiece cannot tell from a space, U+2581, is written as its three bytes."""
     ids = tok.encode(texts, num_threads=1)
     if any(SPACE in text for text in texts):
-        special = [tok.piece_to_id(f"<0x{b:02X}>") for b in SPACE.encode()]
+        special = [tok.piece_to_id(f"<0x{b:02X}>") for b in SPACE_UTF8]
         exact = all(map(tok.is_byte, special)) and not tok.encode("a", out_type=str)[0].startswith(SPACE)
         for n, text in enumerate(texts):
             if SPACE in text and exact:
@@ -172,7 +176,7 @@ def chunk_pattern(model: bytes) -> tuple[re.Pattern | None, str]:
     home = {byte: n for n, group in enumerate(classes) for byte in group}
     home[32] = -1
     for text, kind in s["pieces"]:
-        text = text.replace(SPACE.encode(), b" ")
+        text = text.replace(SPACE_UTF8, b" ")
         for x, y in zip(text, text[1:]) if kind in (NORMAL, USER_DEFINED, UNUSED) else ():
             if x != 32 and y == 32:
                 return None, f"its piece {text.decode()!r} goes on after a word's end"
@@ -198,7 +202,7 @@ class Encoder:
         self.tok, self.dtype = load_model(model, "the tokenizer"), token_dtype(vocab)
         self.end = np.array(self.tok.eos_id(), self.dtype).tobytes()
         self.cache, self.cached, self.note, self._encode = {}, 0, "", self._plain
-        self.literals = [SPACE.encode()]                     # documents that hold one of these go to plain SentencePiece
+        self.literals = []                                   # documents that hold one of these go to plain SentencePiece
         if kind in ("auto", "cache"):
             self.pattern, reason = chunk_pattern(model)
             if self.pattern:
@@ -210,7 +214,8 @@ class Encoder:
 
     def __call__(self, raws: list[bytes]) -> list[bytes]:
         """raws: documents in UTF-8, together about a megabyte or a single longer one."""
-        special = [n for n, raw in enumerate(raws) if any(text in raw for text in self.literals)]
+        special = [n for n, raw in enumerate(raws) if not raw.isascii() and SPACE_UTF8 in raw
+                   or any(text in raw for text in self.literals)]
         if not special:
             return self._encode(raws)
         done = self._encode([b"" if n in special else raw for n, raw in enumerate(raws)])
@@ -277,16 +282,23 @@ class Encoder:
                               "Install it, or use --encoder=auto.") from None
         pieces = _settings(model)["pieces"]
         try:
-            self.giga = load_hf_json(sentencepiece_to_tokenizer_json(model))
+            settings = sentencepiece_to_tokenizer_json(model)
+            self._new_gigatoken = lambda: load_hf_json(settings)
+            self.giga = self._new_gigatoken()
         except ValueError as error:
             self.note = f"plain SentencePiece encodes, gigatoken does not read this model: {error}"
             return
         if any(kind == UNUSED for _, kind in pieces):
             self.note = "plain SentencePiece encodes: gigatoken does not know the model's unused pieces"
             return
-        # gigatoken takes these strings for the pieces of that name; in a document they are text
-        self.literals += [text for text, kind in pieces if kind in (CONTROL, UNKNOWN)] + [b"<0x"]
+        # gigatoken takes these strings for the pieces of that name, where it finds or can merge them; in a document they are text
+        known = {text for text, _ in pieces}
+        merged = lambda text: any(text[:i] in known and text[i:] in known for i in range(1, len(text)))     # noqa: E731
+        self.literals += [text for text, kind in pieces if kind == CONTROL or kind in (UNKNOWN, BYTE) and merged(text)]
         self._encode = self._gigatoken
 
     def _gigatoken(self, raws: list[bytes]) -> list[bytes]:
+        self.cached += sum(map(len, raws))
+        if self.cached > GIGATOKEN_BYTES:                    # what it remembers grows with all that it has seen
+            self.giga, self.cached = self._new_gigatoken(), 0
         return [self.giga.encode(raw).astype(self.dtype).tobytes() + self.end for raw in raws]

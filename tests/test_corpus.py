@@ -60,11 +60,15 @@ def tok(small):
     return tokenizer.load_tokenizer(small[2])
 
 
+def set_tiny_parts(patch) -> None:
+    """Parts of 64 kB, and processes for the smallest input."""
+    for name, value in (("MIN_PART", 1 << 16), ("HASH_BLOCK", 100_000), ("FEW_BYTES", 0)):
+        patch.setattr(corpus, name, value)
+
+
 @pytest.fixture
 def tiny_parts(monkeypatch):
-    """Parts of 64 kB, and processes for the smallest input."""
-    monkeypatch.setattr(corpus, "MIN_PART", 1 << 16)
-    monkeypatch.setattr(corpus, "FEW_BYTES", 0)
+    set_tiny_parts(monkeypatch)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -148,7 +152,7 @@ def test_foreign_data_set_is_read(tmp_path, code):
     for path in (tmp_path / "a", tmp_path / "a.bin", tmp_path / "a.idx"):
         assert len(shards.Shards(path, "all")) == 150
     assert "token range not checked" in data.verify(str(tmp_path)) and f"below {VOCAB}" in data.verify(str(tmp_path / "a"), VOCAB)
-    with pytest.raises(ConfigError, match=r"b.bin: token .* outside the vocabulary of 399.*1 of 2 shards before it are whole"):
+    with pytest.raises(ConfigError, match=r"b': token 3 of its .bin is 399, outside .* 399.*1 of 2 shards before it"):
         write_megatron(tmp_path / "a", [[[5, 1]]], code)
         write_megatron(tmp_path / "b", [[[5, 1]], [[7, 399, 1]]], code)
         data.verify(str(tmp_path), 399)
@@ -193,7 +197,7 @@ def test_damaged_foreign_data_set(small, tmp_path, name):
     write_megatron(tmp_path / "f", foreign(5))
     damage, words = DAMAGES[name]
     damage(tmp_path / "f")
-    path = str(tmp_path if name in ("mixed types", "no tokens", "no index") else tmp_path / "f.idx")
+    path = str(tmp_path if name in ("mixed types", "no tokens") else tmp_path / ("f.bin" if name == "no index" else "f.idx"))
     with pytest.raises(ConfigError, match=words):
         corpus.tokenize(tmp_path / "c", path, VOCAB, str(small[2] / "tokenizer.model"), 1, quiet)
 
@@ -276,7 +280,7 @@ MODELS = {
 def fuzz(n: int, seed: int) -> list[str]:
     """Random texts in which everything meets everything."""
     rng = np.random.default_rng(seed)
-    atoms = WORDS + list("aZ09 \n\t_-=().'é漢🤗\0\r") + ["  ", "\n\n", "    ", "</s>", "<unk>", "<0x41>", "<tag>", "don't", "ab1c2"]
+    atoms = WORDS + list("aZ09 \n\t_-=().'é漢🤗\0\r") + "  |\n\n|    |</s>|<unk>|<0x41>|<tag>|don't|ab1c2".split("|")
     return ["".join(rng.choice(atoms, int(rng.integers(1, 120)))) for _ in range(n)]
 
 
@@ -288,7 +292,7 @@ def test_chunk_cache_is_exact(small, name):
     pattern, why = tokenizer.chunk_pattern(model)
     assert bool(pattern) != bool(reason) and reason in why
     fast, plain = tokenizer.Encoder(model, 500), tokenizer.Encoder(model, 500, "sentencepiece")
-    raws = [text.encode() for text in TEXTS + small[1] + fuzz(1000, 2)]
+    raws = [text.encode() for text in TEXTS + small[1] + fuzz(400, 2)]
     assert fast(raws) == plain(raws) == [np.array(ids + [1], "<u2").tobytes()
                                          for ids in tokenizer.encode(plain.tok, [raw.decode() for raw in raws])]
     if pattern:
@@ -301,7 +305,8 @@ def test_chunk_cache_is_exact(small, name):
 def test_chunk_cache_in_little_memory(small, monkeypatch):
     """Long documents in slices that end anywhere, a cache that is full all the time."""
     model = (small[2] / "tokenizer.model").read_bytes()
-    raws = ["".join(fuzz(40, 3)).replace("▁", "").encode(), b" " * 3000, b"x" * 3000, b"a  \n" * 700, *(t.encode() for t in TEXTS)]
+    raws = ["".join(fuzz(40, 3)).replace("▁", "").encode(), b" " * 3000, b"x" * 3000, b"a  \n" * 700]
+    raws += [text.encode() for text in TEXTS]
     want = tokenizer.Encoder(model, VOCAB, "sentencepiece")(raws)
     for size in (1, 7, 100, 1000):
         monkeypatch.setattr(tokenizer, "SLICE_BYTES", size)
@@ -325,7 +330,7 @@ def test_encoder_that_differs_is_not_trusted(small):
 def test_gigatoken_is_exact(small, name):
     model = train(small[1] + fuzz(200, 1), **MODELS[name][0])
     encoder = tokenizer.Encoder(model, 500, "gigatoken")
-    raws = [text.encode() for text in TEXTS + small[1] + fuzz(1000, 2)]
+    raws = [text.encode() for text in TEXTS + small[1] + fuzz(400, 2)]
     encoder.trust(raws[:4])
     assert encoder(raws) == tokenizer.Encoder(model, 500, "sentencepiece")(raws)
     assert ("does not read" in encoder.note) == (name == "unigram")
@@ -335,7 +340,8 @@ def test_encoder_names(small, tmp_path, monkeypatch):
     model = (small[2] / "tokenizer.model").read_bytes()
     with pytest.raises(ConfigError, match="--encoder='fast'.*cache"):
         corpus.tokenize(tmp_path, str(small[0]), VOCAB, "", 1, quiet, encoder="fast")
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
+    for name in ("gigatoken", "gigatoken._load.sentencepiece", "gigatoken.gigatoken_rs"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match="pip install gigatoken"):
         tokenizer.Encoder(model, VOCAB, "gigatoken")
 
@@ -416,7 +422,7 @@ def test_kinds_of_files(small, tmp_path, kind, tiny_parts, monkeypatch):
         with pytest.raises(OSError, match="No space"):
             corpus.tokenize(tmp_path / "c2", str(tmp_path / f"d{kind}"), VOCAB, model, 1, quiet)
         monkeypatch.undo()
-        monkeypatch.setattr(corpus, "MIN_PART", 1 << 16)
+        set_tiny_parts(monkeypatch)
         kept = stamps(tmp_path / "c2")
         again = corpus.tokenize(tmp_path / "c2", str(tmp_path / f"d{kind}"), VOCAB, model, 1, quiet)
         assert contents(again) == contents(folder) and len(kept) > 1 and kept <= stamps(tmp_path / "c2")
@@ -515,12 +521,12 @@ def test_full_disk(small, tmp_path, tiny_parts, monkeypatch):
     args = str(tmp_path / "d.jsonl"), VOCAB, str(small[2] / "tokenizer.model"), 1, quiet
     want = contents(corpus.tokenize(tmp_path / "whole", *args))
     fails_after(monkeypatch, 450)
-    with pytest.raises(OSError, match=r"tokens-.*full.*[1-9][\d,]+ more bytes.*[4-9] of \d+ parts are finished and kept") as error:
+    with pytest.raises(OSError, match=r"tokens-.*full.*[1-9][\d,]+ more bytes.*[4-9] of \d+ parts are finished") as error:
         corpus.tokenize(tmp_path / "c", *args)
     assert error.value.errno == errno.ENOSPC
     kept = stamps(tmp_path / "c")
     monkeypatch.undo()
-    monkeypatch.setattr(corpus, "MIN_PART", 1 << 16)
+    set_tiny_parts(monkeypatch)
     lines = []
     folder = corpus.tokenize(tmp_path / "c", *args[:-1], lines.append)
     assert contents(folder) == want and len(kept) >= 4 and kept <= stamps(folder)
@@ -559,14 +565,14 @@ def ended(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def large(tmp_path_factory, small):
     """(source, token set of an undisturbed run) of about 50 parts."""
-    base = tmp_path_factory.mktemp("large")
+    base, model = tmp_path_factory.mktemp("large"), str(small[2] / "tokenizer.model")
     write_jsonl(base / "d.jsonl", 3000)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "MIN_PART", 1 << 16)
-        return base / "d.jsonl", corpus.tokenize(base / "c", str(base / "d.jsonl"), VOCAB, str(small[2] / "tokenizer.model"), 1, quiet)
+        set_tiny_parts(patch)
+        return base / "d.jsonl", corpus.tokenize(base / "c", str(base / "d.jsonl"), VOCAB, model, 1, quiet)
 
 
-@pytest.mark.parametrize("parts", [0, 1, 9, 25])
+@pytest.mark.parametrize("parts", [0, 1, 20])
 def test_kill_and_go_on(small, large, tmp_path, tiny_parts, parts):
     """Kill -9 when so many parts are finished: its workers end too, the next run keeps the parts, and the bytes are the same."""
     source, whole = large
@@ -600,7 +606,7 @@ def test_killed_worker_is_an_error(small, large, tmp_path, tiny_parts, monkeypat
         corpus.tokenize(tmp_path / "c", str(source), VOCAB, str(small[2] / "tokenizer.model"), 2, quiet)
     assert all(w.returncode is not None for w in workers) and len(workers) == 2
     monkeypatch.undo()
-    monkeypatch.setattr(corpus, "MIN_PART", 1 << 16)
+    set_tiny_parts(monkeypatch)
     again = corpus.tokenize(tmp_path / "c", str(source), VOCAB, str(small[2] / "tokenizer.model"), 1, quiet)
     assert contents(again) == contents(whole)
 
@@ -612,6 +618,20 @@ def test_bad_line_in_a_worker(small, tmp_path, tiny_parts):
         (tmp_path / "bad.jsonl").write_text("".join(lines[:n] + [bad] + lines[n:]))
         with pytest.raises(ConfigError, match=rf"bad.jsonl' line {n + 1} .*{words}"):
             corpus.tokenize(tmp_path / "c", str(tmp_path / "bad.jsonl"), VOCAB, str(small[2] / "tokenizer.model"), 2, quiet)
+
+
+def test_source_that_changes_meanwhile(small, tmp_path, monkeypatch):
+    """Its tokens must not go by the name of what it was before."""
+    write_jsonl(tmp_path / "d.jsonl", 300)
+
+    def touch(self, raw, split):
+        os.utime(tmp_path / "d.jsonl", (1, 1))
+        return real(self, raw, split)
+    real = corpus.Part.add
+    monkeypatch.setattr(corpus.Part, "add", touch)
+    with pytest.raises(ConfigError, match="d.jsonl' was changed while it was read"):
+        corpus.tokenize(tmp_path / "c", str(tmp_path / "d.jsonl"), VOCAB, "", 1, quiet)
+    assert not list(tmp_path.rglob("*.bin"))
 
 
 def test_interrupt_ends_all_processes(small, tmp_path):
@@ -630,10 +650,10 @@ def test_interrupt_ends_all_processes(small, tmp_path):
 
 def test_out(small, tmp_path, capsys):
     source, _, folder = small
-    argv = ["tokenize", f"--data={source}", f"--vocab={VOCAB}", f"--cache={tmp_path / 'c'}", f"--out={tmp_path / 'sets' / 'mine'}"]
+    out = tmp_path / "sets" / "mine"
+    argv = ["tokenize", f"--data={source}", f"--vocab={VOCAB}", f"--cache={tmp_path / 'c'}", f"--out={out}"]
     data.main(argv)
-    assert capsys.readouterr().out.strip() == str(tmp_path / "sets" / "mine")
-    assert contents(tmp_path / "sets" / "mine") == contents(folder)
+    assert capsys.readouterr().out.strip() == str(out) and contents(out) == contents(folder)
     before = stamps(tmp_path)
     data.main(argv)
     assert stamps(tmp_path) == before
@@ -641,6 +661,8 @@ def test_out(small, tmp_path, capsys):
         data.main([*argv, "--vocab=401"])
     with pytest.raises(ConfigError, match="--workers=-1"):
         data.main([*argv, "--workers=-1"])
+    with pytest.raises(ConfigError, match="--out=.*exists and holds no token set"):
+        data.main([*argv, f"--out={tmp_path}"])
 
 
 def test_no_tensors_in_workers():

@@ -575,7 +575,8 @@ def test_an_error_of_the_loader_is_raised_where_the_rows_are_wanted(two, tmp_pat
 # ---- wrong inputs ---------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("change, words", [({"seq_len": 1}, "--seq_len=1"), ({"seed": -1}, "--seed=-1"),
-                                           ({"vocab": 0}, "--vocab=0"), ({"packing": "best"}, "--packing=best"), ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
+                                           ({"vocab": 0}, "--vocab=0"), ({"packing": "best"}, "--packing=best"),
+                                           ({"data": "nowhere.txt"}, "--data='nowhere.txt'")], ids=str)
 def test_bad_inputs(small, tmp_path, change, words):
     """The others: test_corpus.py."""
     setting = {"data": str(small[0]), "vocab": VOCAB, "seq_len": 64, "seed": 0, "cache": str(tmp_path), **change}
