@@ -543,6 +543,8 @@ def test_loader_reads_what_the_order_says(two, world):
         want = sorted(tuple(blend.corpora[c][r].tokens_S) for c, r in zip(corpus_R, row_R))
         assert sorted(tuple(row.tokens_S) for rows, _ in taken for row in rows) == want
         assert {len(rows) for rows, _ in taken} == {8 // world} and {digest for _, digest in taken} == {run_order.digest(step)}
+    with pytest.raises(RuntimeError, match="the loader is at step 140, asked for was 150"):
+        loaders[0].take(150)
     [loader.close() for loader in loaders]
     assert not any(loader._thread.is_alive() for loader in loaders)
 

@@ -241,7 +241,13 @@ def test_a_corpus_that_goes_on_in_the_next_stage_is_not_begun_anew():
     names = [["a", "b"], ["c"], ["b", "c", "a"]]
     seen = Counter((names[s][x], r) for s, cs, rs in found for x, r in zip(cs.tolist(), rs.tolist()))
     assert max(seen.values()) == 1 and seen.total() == 512 * 8
-    assert Counter(name for name, _ in seen) == {"a": 512 + 1024, "b": 512 + 512, "c": 1024 + 512}
+    firsts = {}
+    for corpus, count in zip((a, b, c), (512 + 1024, 512 + 512, 1024 + 512)):
+        name, key = corpus.identity[0], int(order.hashed(0, int(corpus.identity, 16))[0])
+        want = order.shuffled(np.arange(count), 4000, key).tolist()
+        assert {r for n, r in seen if n == name} == set(want), "the corpus' first rows, none left out"
+        firsts[name] = want[:100]
+    assert len({tuple(rows) for rows in firsts.values()}) == 3, "each corpus has an order of its own"
     again = Order([*stages, Stage(512, [a], [1], 1024)], [(0, 8)], 0)    # appended: what was stays
     assert same([again.rows(s) for s in range(512)], found) and again.tokens_before(513) == 512 * 8 * 512 + 8 * 1024
     with pytest.raises(ConfigError, match="another stage.*nearest are steps 128 and 256"):
