@@ -18,7 +18,7 @@ from shards import token_dtype
 SPACE = "\u2581"                 # SentencePiece writes a space as this character
 SPACE_UTF8 = SPACE.encode()
 CACHE_BYTES = 1 << 23           # chunks and their tokens that an Encoder remembers; with Python's overhead about 12 times that
-TRUST_BYTES = 1 << 16            # text at the beginning of a part that is compared with plain SentencePiece
+TRUST_BYTES = 1 << 14            # text at the beginning of a part that is compared with plain SentencePiece
 GIGATOKEN_BYTES = 1 << 27        # text after which gigatoken starts anew
 SLICE_BYTES = 1 << 20            # text that is cut into chunks at a time
 KINDS = ("auto", "cache", "sentencepiece", "gigatoken")

@@ -384,6 +384,14 @@ def test_same_bytes_whatever_does_the_work(tmp_path, tiny_parts):
     assert not [p for p in one.iterdir() if p.name[0] == "."]
 
 
+def test_lines_belong_where_they_begin(tmp_path):
+    raw = b"a\n\nbcd\n" + b"e" * 9 + b"\nf"
+    for first in range(len(raw) + 1):
+        for second in range(first, len(raw) + 1):
+            spans = [list(corpus._lines(io.BytesIO(raw), a, b, "")) for a, b in ((0, first), (first, second), (second, len(raw)))]
+            assert sum(spans, []) == raw.splitlines(keepends=True)
+
+
 def packed(path: Path, texts: list[str]) -> None:
     """Documents in each kind of file."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
@@ -409,10 +417,11 @@ KINDS = [".jsonl", ".jsonl.gz",
 def test_kinds_of_files(small, tmp_path, kind, tiny_parts, monkeypatch):
     """Every kind gives the documents in order; a compressed file grows to many parts, and goes on where it was stopped."""
     model = str(small[2] / "tokenizer.model")
-    packed(tmp_path / f"d{kind}", small[1])
+    packed(tmp_path / f"d{kind}", ["\ufeff" + small[1][0], *small[1][1:]])
     folder = corpus.tokenize(tmp_path / "c", str(tmp_path / f"d{kind}"), VOCAB, model, 2, quiet)
     want = [d for split in shards.SPLITS for d in documents(small[2], split)]
     assert [d for split in shards.SPLITS for d in documents(folder, split)] == want and len(list(folder.glob("train-*.bin"))) > 2
+    assert shards.read_manifest(folder)["cleaning"] == {"bom_removed": 1}
     if kind != ".jsonl":
         raw = (tmp_path / f"d{kind}").read_bytes()
         (tmp_path / f"cut{kind}").write_bytes(raw[:len(raw) // 2])
