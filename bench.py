@@ -4,6 +4,7 @@
     python bench.py --layout 2x2 --rounds 9 --steps 3      one layout, more turns and longer ones
     python bench.py --small --rounds 2                     tiny sizes: does it run?
     python bench.py --json results.jsonl                   also appends a JSON line per table
+    python bench.py --tokenize --rounds 1                  text to token shards instead: each encoder, one process, 200 MB
 
 Contenders, all with the same initial weights, batch, AdamW and clipping, bf16 products on fp32 masters:
 
@@ -23,11 +24,14 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import statistics
@@ -56,9 +60,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import corpus
 import launch
 import optim
 import parallel
+import tokenizer
 import train
 from model import Model, Segments, choose_experts, init_std, layer_shapes, model_of, rope_cache, uses_rope
 
@@ -621,6 +627,82 @@ def table(results: dict[str, dict], tokens: int) -> str:
     return "\n".join(lines)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizing
+# ----------------------------------------------------------------------------------------------------------------------
+
+TEXT_BYTES, TEXT_VOCAB = 200_000_000, 32_768
+
+
+def installed_text(path: Path, n_bytes: int) -> tuple[int, int]:
+    """Writes a .jsonl of the sources and texts that are installed here, each content once and in hash order, so that they are
+    mixed. Every thousandth document gets the names of control pieces. Returns documents and bytes of text."""
+    found: dict[bytes, Path] = {}
+    for root in {Path(p).resolve() for p in sys.path if Path(p).is_dir() and Path(p).resolve() != Path(__file__).parent}:
+        for file in root.rglob("*"):
+            if file.suffix in (".py", ".md", ".rst", ".txt") and file.is_file() and 0 < file.stat().st_size <= corpus.MAX_SOURCE:
+                found.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
+    documents = written = 0
+    with open(path, "w") as out:
+        for key in sorted(found):
+            text = found[key].read_text(errors="replace") + ("" if documents % 1000 else "</s> <unk> <0x0A>\n")
+            out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            documents, written = documents + 1, written + len(text.encode())
+            if written >= n_bytes:
+                break
+    return documents, written
+
+
+def tokenize_once(source: Path, model: Path, encoder: str, out: Path) -> tuple[float, float, float]:
+    """CPU and wall seconds, and peak memory in MB, of one process that makes a token set of a .jsonl file."""
+    command = [sys.executable, Path(__file__).parent / "data.py", "tokenize", f"--data={source}", f"--vocab={TEXT_VOCAB}",
+               f"--tokenizer={model}", "--workers=1", f"--encoder={encoder}", f"--out={out}", f"--cache={out.parent}"]
+    # the peak of a child counts what its parent held when it forked, so a small process stands in between
+    measure = ("import json, os, subprocess, sys; _, status, used = os.wait4(subprocess.Popen(sys.argv[1:], stdout=2).pid, 0);"
+               "print(json.dumps([status, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))")
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", measure, *map(str, command)], capture_output=True, text=True, check=True)
+    status, cpu_s, peak_mb = json.loads(done.stdout)
+    if status:
+        raise Failure(f"{encoder}: {done.stderr}")
+    return cpu_s, time.perf_counter() - start, peak_mb
+
+
+def tokenize_bench(n_bytes: int, rounds: int) -> dict[str, dict]:
+    """Prints a table; raises Failure where an encoder's files differ from plain SentencePiece's by a byte."""
+    encoders = ["sentencepiece", "cache"] + ["gigatoken"] * bool(importlib.util.find_spec("gigatoken"))
+    results = {encoder: {"cpu_s": [], "wall_s": [], "peak_mb": {}} for encoder in encoders}
+    with tempfile.TemporaryDirectory() as folder:
+        whole, quarter, model = Path(folder, "text.jsonl"), Path(folder, "quarter.jsonl"), Path(folder, "bench.model")
+        documents, written = installed_text(whole, n_bytes)
+        with open(whole) as text:
+            model.write_bytes(tokenizer.train_tokenizer(
+                corpus.sample_lines(json.loads(line)["text"] for line in text), min(TEXT_VOCAB, written // 500)))
+        installed_text(quarter, written // 4)
+        print(f"{documents:,} documents, {written / 1e6:.1f} MB, {rounds} rounds", flush=True)
+        for n in range(rounds):
+            for encoder in encoders:
+                for source in (quarter, whole) if n == 0 else (whole,):
+                    out = Path(folder, f"{source.stem}-{encoder}")
+                    shutil.rmtree(out, ignore_errors=True)
+                    cpu_s, wall_s, peak_mb = tokenize_once(source, model, encoder, out)
+                    results[encoder]["peak_mb"][source.stem] = peak_mb
+                results[encoder]["cpu_s"].append(cpu_s)
+                results[encoder]["wall_s"].append(wall_s)
+        for encoder in encoders:
+            for file in Path(folder, f"text-{encoder}").iterdir():
+                if file.read_bytes() != Path(folder, "text-sentencepiece", file.name).read_bytes():
+                    raise Failure(f"{encoder}: {file.name} differs from SentencePiece's")
+    print(f"  {'':<14}{'MB/s of CPU':>12}{'MB/s':>8}{'peak MB, a quarter':>20}{'whole':>7}  times SentencePiece's, CPU and wall")
+    for encoder, r in results.items():
+        r["ratios"] = [[a / b for a, b in zip(results["sentencepiece"][k], r[k])] for k in ("cpu_s", "wall_s")]
+        cpu, wall = statistics.median(r["cpu_s"]), statistics.median(r["wall_s"])
+        print(f"  {encoder:<14}{written / 1e6 / cpu:>12.1f}{written / 1e6 / wall:>8.1f}{r['peak_mb']['quarter']:>20.0f}"
+              f"{r['peak_mb']['text']:>7.0f}  {statistics.median(r['ratios'][0]):.2f}  {statistics.median(r['ratios'][1]):.2f}")
+    print("  all files are the same, byte for byte")
+    return results
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     def positive(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
@@ -634,6 +716,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5, help="in each, every contender has one turn (default 5)")
     parser.add_argument("--steps", type=positive, default=2, help="of a turn (default 2)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, whose figures say nothing")
+    parser.add_argument("--tokenize", action="store_true", help="compare the encoders of data.py tokenize instead")
     parser.add_argument("--json", metavar="FILE", type=Path, help="append a line of JSON for each table")
     args = parser.parse_args(argv)
     if args.json and not args.json.absolute().parent.is_dir():
@@ -643,6 +726,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if args.tokenize:
+        try:
+            results = tokenize_bench(TEXT_BYTES // (200 if args.small else 1), args.rounds)
+        except Failure as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
+        if args.json:
+            with open(args.json, "a") as file:
+                file.write(json.dumps({"tokenize": results}) + "\n")
+        return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: sys.exit(128 + n))
     alone, cores = own_loopback(), len(os.sched_getaffinity(0))

@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from errors import ConfigError
+
 
 META_AS: torch.device | None = None  # whose branches meta tensors take in a dry run; None: an accelerator's
 
@@ -33,10 +35,6 @@ META_AS: torch.device | None = None  # whose branches meta tensors take in a dry
 def acting(device: torch.device) -> torch.device:
     """The device whose branches to take: in a dry run that of the machine that is planned for."""
     return META_AS if META_AS and device.type == "meta" else device
-
-
-class ConfigError(Exception):
-    """Input that cannot work: the message names the setting, its value and the fix. Ends the program with code 2."""
 
 
 # ------------------------------------------------------------------------------------------------------------------

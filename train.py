@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -31,17 +30,19 @@ import torch
 from torch import Tensor
 
 import checkpoint
-import corpus
 import data
 import launch
 import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, rope_cache, uses_rope)
+from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_report, label, make_inputs, offloaded_layers, peak_memory,
                      record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       start_refresh, together)
+
+SCHEDULES = ("cosine", "constant")
 
 
 @dataclass
@@ -54,11 +55,14 @@ class Hyperparameters:
     seed: int = 0  # of the initial weights and of the order of the data
     resume: str = "auto"  # auto: the newest checkpoint of this run, if any | never | a checkpoint's directory
     # data
-    data: str = "embedded"  # embedded | a .txt or .jsonl file | a directory of them
+    data: str = "embedded"  # embedded | text: a file or a directory | token shards | a blend: "7 notes.jsonl 3 books.txt"
+    stages: str = ""  # a JSON file that says from which steps on other data, another seq_len or learning rate hold; see Stage
+    packing: str = "fit"  # fit: documents whole in a row where they fit | stream: end to end
+    balance: str = "sorted"  # a step's rows cost about the same: sorted in blocks of 128 steps | buckets | none
     tokenizer: str = ""  # a SentencePiece model; empty: train one on the data
     seq_len: int = 0  # tokens per row; 0: the size's
     rows_per_rank: int = 0  # rows of a rank in a step, run breadth-first; 0: rows_per_step / ranks, or 1
-    rows_per_step: int = 0  # rows of all ranks in a step, which a resumed run keeps; 0: rows_per_rank x ranks
+    rows_per_step: int = 0  # rows of all ranks in a step; 0: the resumed run's, or rows_per_rank x ranks
     # layout and precision
     replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
     dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
@@ -109,7 +113,7 @@ class Hyperparameters:
 
 
 # A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
-FIXED = ("seed", "optimizer")
+FIXED = ("seed", "optimizer", "balance")
 MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
                 "vocab", "rope_every", "shared_experts", "max_per_group", "router", "seq_len")
 
@@ -256,24 +260,23 @@ def to_device(row: data.Row, device: torch.device) -> DeviceRow:
     return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()))
 
 
-def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[DeviceRow]:
-    """This rank's rows: a contiguous part of the step's, so that ranks and rows per rank can be traded."""
-    count = rows_per_step // grid.world.size
-    ids = data.row_ids(step * rows_per_step + grid.world.index * count, count, len(rows), seed)
-    return [to_device(rows[int(r)], device) for r in ids]
+def mean_segment(blend: data.Blend) -> float:
+    """Length of the document piece that a token lies in, averaged over the tokens of the run; what attention costs."""
+    means = [key_cost(c.key_R[: 1 << 20], c.seq_len).mean() / c.seq_len - LINEAR_TOKENS for c in blend.corpora]
+    return sum(mean * weight for mean, weight in zip(means, blend.weights)) / sum(blend.weights)
 
 
-def mean_segment(rows: data.Rows) -> float:
-    """Length of the document piece that a token lies in, averaged over the tokens of some rows; what attention costs."""
-    lengths = [b - a for r in range(min(len(rows), 64)) for a, b in zip(rows[r].bounds, rows[r].bounds[1:])]
-    return sum(n * n for n in lengths) / sum(lengths)
+def next_rows(loader: data.Loader, step: int, device) -> tuple[list[DeviceRow], str]:
+    """This rank's rows of a step, and the digest of the numbers of all its rows."""
+    rows, digest = loader.take(step)
+    return [to_device(row, device) for row in rows], digest
 
 
 def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
 
 
-def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
+def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
                   device) -> tuple[float, int]:
     """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
 
@@ -341,7 +344,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                                                                  if hp.rows_per_rank else ""))
     for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
-                          "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
+                          "optimizer": ("muon", "adamw"), "schedule": SCHEDULES, "packing": data.PACKINGS, "balance": BALANCE,
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -359,7 +362,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
-    corpus.check_source(hp.data, hp.tokenizer)
+    declared(dataclasses.replace(hp, seq_len=m.seq_len))
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
     hp = dataclasses.replace(hp, dtype=dtype,
@@ -369,6 +372,58 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                              seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
+
+
+@dataclass
+class Stage:
+    """From a step on: what differs from the stage before. A run without --stages has one, from step 0."""
+
+    from_step: int  # a multiple of 128, as rows are balanced in blocks of so many steps
+    data: str
+    seq_len: int
+    lr: float
+    schedule: str
+    final_lr: float
+
+
+def declared(hp: Hyperparameters, stages: list[dict] | None = None) -> list[Stage]:
+    """The stages of a run: one by its settings, then those of --stages, or instead of the file these. Each has what it does not
+    say from the one before. Raises ConfigError for what cannot be, naming the stage."""
+    found = [Stage(0, hp.data, hp.seq_len, hp.lr, hp.schedule, hp.final_lr)]
+    data.check_data(hp.data, hp.tokenizer)
+    for number, said in enumerate(read_stages(hp.stages) if stages is None else stages, 1):
+        where = f"--stages={hp.stages}: stage {number}"
+        if not isinstance(said, dict) or "from_step" not in said or len(said) < 2:
+            raise ConfigError(f'{where} must be an object such as {{"from_step": 1280, "data": "7 notes.jsonl 3 books.txt"}}')
+        for name, value in said.items():
+            kind = Stage.__annotations__.get(name)
+            if kind is None:
+                raise ConfigError(f"{where}: {name} is not a setting of a stage; they are {', '.join(Stage.__annotations__)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind) or (
+                    kind is not str and not value >= 0):
+                raise ConfigError(f"{where}: {name}={value!r} must be {'a text' if kind is str else 'a number, zero or more'}")
+        found.append(dataclasses.replace(found[-1], **said))
+        if found[-1].from_step <= found[-2].from_step:
+            raise ConfigError(f"{where}: from_step={found[-1].from_step} must be above {found[-2].from_step}, the stage before's")
+        check_boundary(found[-1].from_step, 0, f"{where}: another stage")
+        if found[-1].schedule not in SCHEDULES:
+            raise ConfigError(f"{where}: schedule={found[-1].schedule}: unknown; use one of {', '.join(SCHEDULES)}")
+        if found[-1].seq_len < 2:
+            raise ConfigError(f"{where}: seq_len={found[-1].seq_len}: must be at least 2")
+        data.check_data(found[-1].data, hp.tokenizer)
+    return found
+
+
+def read_stages(path: str) -> list[dict]:
+    if not path:
+        return []
+    try:
+        stages = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--stages={path}: cannot be read ({error}); give a JSON file with a list of stages") from None
+    if not isinstance(stages, list):
+        raise ConfigError(f"--stages={path}: must be a list of stages, [{{\"from_step\": ...}}, ...]")
+    return stages
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
@@ -383,22 +438,41 @@ def transport_of(hp: Hyperparameters) -> Transport:
                      torch.float32, hp.dense_gather, hp.node_reshard, hp.grad_chunk)
 
 
-def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
-    """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly."""
-    was = found["settings"]
-    pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step")}
+def check_same_run(found: dict, hp: Hyperparameters, m: Model, pinned: list[dict], path: Path, log):
+    """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly.
+
+    pinned: what `pin` says of the stages. Those of the checkpoint must come first, and what is new lies ahead."""
+    was, step = found["settings"], found["step"]
+    pairs = {name: (was.get(name, getattr(Hyperparameters, name)), getattr(hp, name)) for name in FIXED}
     defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
     pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
-    if found["fingerprint"] != fingerprint:
-        pairs |= {name: (was[name], getattr(hp, name)) for name in ("data", "tokenizer")}
-        pairs["fingerprint of the data"] = (found["fingerprint"][:12], fingerprint[:12])
+    stages = found.get("stages", [{"fingerprint": found["fingerprint"]}])
+    if stages[0]["fingerprint"] != pinned[0]["fingerprint"]:
+        pairs |= {name: (was.get(name), getattr(hp, name)) for name in ("data", "tokenizer", "packing")}
+        pairs["fingerprint of the data"] = (stages[0]["fingerprint"][:12], pinned[0]["fingerprint"][:12])
+    for n in range(1, max(len(stages), len(pinned))):
+        old, new = (s[n] if n < len(s) else None for s in (stages, pinned))
+        if old is None and new["from_step"] < step:
+            pairs[f"stage {n}"] = ("none", f"one from step {new['from_step']} on, which is past")
+        elif old is not None and old != new:
+            pairs[f"stage {n}"] = (describe_stage(old), describe_stage(new) if new else "none")
+    over = (step - found.get("rows_per_step", [[0]])[-1][0]) % BLOCK_STEPS
+    if over:
+        pairs["rows_per_step"] = (was["rows_per_step"], hp.rows_per_step)
     different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
     if different:
-        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}); set it as it was, "
+        hint = ""
+        if over and was["rows_per_step"] != hp.rows_per_step:
+            hint = f"; rows_per_step may change at the end of a block: steps {step - over} or {step - over + BLOCK_STEPS}"
+        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}{hint}); set it as it was, "
                           f"or start another run with --run=NAME (this one: --run={hp.run})")
     for name, value in asdict(hp).items():
         if was.get(name) != value and name not in ("resume", "stop_at"):
             log(f"resumed with another --{name}: {was.get(name)} -> {value}")
+
+
+def describe_stage(stage: dict) -> str:
+    return " ".join(f"{name}={value[:12] if name == 'fingerprint' else value}" for name, value in stage.items())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -525,26 +599,55 @@ class Run(NamedTuple):
     grid: Grid
     transport: Transport
     device: torch.device
-    rows: data.Rows
-    held_out: data.Rows
+    stages: list[Stage]
+    blends: list[data.Blend]  # of each stage
+    order: Order
+    meta: dict  # for checkpoints
     out: Output
 
 
-def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
+def prepare_stages(hp: Hyperparameters, stages: list[Stage], grid: Grid, device, log) -> list[data.Blend]:
+    """The prepared data of each stage. All have the first one's tokenizer."""
+    blends = []
+    for stage in stages:
+        tokenizer = str(blends[0].path / "tokenizer.model") if blends else hp.tokenizer
+        blends.append(prepare_data(hp, stage, tokenizer, grid, device, log))
+    return blends
+
+
+def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, device, log) -> data.Blend:
     """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
     another, makes its own, which must be the same."""
-    args = hp.data, hp.vocab, hp.seq_len, hp.seed, hp.tokenizer
-    path = together(lambda: str(data.prepare(*args, log=log)) if grid.world.index == 0 else "", grid, device)
+    def prepare(log) -> Path:
+        return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
+
+    path = together(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid, device)
     path = Path(share_texts(path, grid, device)[0])
-
-    def own() -> str:
-        return data.Rows(path if path.exists() else data.prepare(*args, log=lambda *_: None), "train").fingerprint
-
-    fingerprints = share_texts(together(own, grid, device), grid, device)
+    blend = together(lambda: data.Blend(path if path.exists() else prepare(lambda *_: None)), grid, device)
+    fingerprints = share_texts(blend.fingerprint, grid, device)
     if different := [rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]]:
-        raise ConfigError(f"--data={hp.data}: ranks {different} made other rows of it than rank 0; give all nodes the same files and "
-                          "packages, or a shared directory data/")
-    return path
+        raise ConfigError(f"--data={stage.data}: ranks {different} made other rows of it than rank 0; give all nodes the same "
+                          "files and packages, or a shared directory data/")
+    return blend
+
+
+def pin(stages: list[Stage], blends: list[data.Blend], said: list[dict]) -> list[dict]:
+    """What a checkpoint keeps of the stages: what the file says of each, with the data's fingerprint in place of their path."""
+    found = [{"from_step": 0, "fingerprint": blends[0].fingerprint}]
+    for values, blend in zip(said, blends[1:]):
+        found.append({**{k: v for k, v in values.items() if k != "data"}, "fingerprint": blend.fingerprint})
+    return found
+
+
+def rows_of_run(hp: Hyperparameters, asked: Hyperparameters, found: dict, world: int) -> Hyperparameters:
+    """A resumed run keeps its rows per step where no other number was asked for. Raises ConfigError if they cannot be shared."""
+    if not found or asked.rows_per_step or asked.rows_per_rank:
+        return hp
+    rows = found["settings"]["rows_per_step"]
+    if rows % world:
+        raise ConfigError(f"the run has rows_per_step={rows}, which {world} ranks cannot share evenly; start with a number of "
+                          f"ranks that divides it, or, at the end of a block of {BLOCK_STEPS} steps, set another --rows_per_step")
+    return dataclasses.replace(hp, rows_per_step=rows, rows_per_rank=rows // world)
 
 
 def planned_memory(hp: Hyperparameters, m: Model, grid: Grid) -> tuple[dict[str, int], dict[str, int]]:
@@ -579,35 +682,35 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
     check_hosts(reports, fixes)
 
 
-def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
-    root = out.path / "ckpt"
-
+def find_checkpoint(hp: Hyperparameters, grid: Grid, device, out: Output) -> tuple[str, dict]:
+    """The checkpoint to start from, which rank 0 chooses, and its manifest; empty ones for a fresh start."""
     def choose() -> str:
         if hp.resume != "auto" or not out.active:
             return "" if hp.resume == "never" else hp.resume
-        return checkpoint.newest(root)
+        return checkpoint.newest(out.path / "ckpt")
 
     chosen = share_texts(together(choose, grid, device), grid, device)[0]
+    return chosen, together(lambda: checkpoint.read_manifest(Path(chosen)) if chosen else {}, grid, device)
+
+
+def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, chosen: str, out: Output) -> State:
+    """Fresh, or from the chosen checkpoint."""
+    root = out.path / "ckpt"
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
-    step = 0
-    if chosen:
-        manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
-        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
-        step = manifest["step"]
     state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)  # arenas may not be had
     together(lambda: optim.init_moments(state, hp.optimizer), grid, device)
     if not chosen:
-        return state, 0
+        return state
     together(lambda: checkpoint.load(Path(chosen), state, grid, m), grid, device)
     out.log(f"resumed from {chosen}")
     if out.active:
         checkpoint.remove_unfinished(root)
+    step = checkpoint.read_manifest(Path(chosen))["step"]
     for place in checkpoint.set_aside_after(root, step) if out.active else ():
         out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
-    return state, step
+    return state
 
 
 def main(argv: list[str]) -> int:
@@ -615,7 +718,8 @@ def main(argv: list[str]) -> int:
         print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(Hyperparameters)))
         return launch.EXIT_OK
     where = launch.place()
-    hp, m = resolve(parse(argv), where)
+    asked = parse(argv)
+    hp, m = resolve(asked, where)
     out = Output(hp, where)
     launch.setup(where)
     device, transport = where.device, transport_of(hp)
@@ -627,10 +731,19 @@ def main(argv: list[str]) -> int:
         out.log(f"warning: {warning}")
 
     together(out.lock, grid, device)
-    check_memory(hp, m, grid, where, out)
-    path = prepare_data(hp, grid, device, out.log)
-    rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
-    state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
+    chosen, found = find_checkpoint(hp, grid, device, out)
+    step, hp = found.get("step", 0), rows_of_run(hp, asked, found, where.world)
+    stages = declared(hp)
+    check_memory(dataclasses.replace(hp, seq_len=max(stage.seq_len for stage in stages)), m, grid, where, out)
+    blends = prepare_stages(hp, stages, grid, device, out.log)
+    pinned = pin(stages, blends, read_stages(hp.stages))
+    if found:
+        check_same_run(found, hp, m, pinned, Path(chosen), out.log)
+    anchors = found.get("rows_per_step", [])  # [step, rows per step from there on]
+    if not anchors or anchors[-1][1] != hp.rows_per_step:
+        anchors = [*anchors, [step, hp.rows_per_step]]
+    order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], anchors, hp.seed, hp.balance)
+    state = start_state(hp, m, grid, device, chosen, out)
     last = min(hp.stop_at or hp.steps, hp.steps)
     if step >= last:
         out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
@@ -638,7 +751,10 @@ def main(argv: list[str]) -> int:
         return launch.EXIT_OK
     out.open(hp, m, step)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
-    stopped = train(Run(hp, m, grid, transport, device, rows, held_out, out), state, step, last, launch.StopRequest())
+    meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": blends[0].fingerprint, "stages": pinned,
+            "rows_per_step": anchors, "declared": [asdict(stage) for stage in stages]}
+    run = Run(hp, m, grid, transport, device, stages, blends, order, meta, out)
+    stopped = train(run, state, step, last, launch.StopRequest())
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
@@ -646,23 +762,27 @@ def main(argv: list[str]) -> int:
 
 def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it."""
-    hp, m, grid, transport, device, rows, held_out, out = run
-    meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
-    flops, times = flops_per_token(m, mean_segment(rows)), []
+    hp, m, grid, transport, device, order, out = run.hp, run.m, run.grid, run.transport, run.device, run.order, run.out
+    flops, times = [flops_per_token(m, mean_segment(blend)) for blend in run.blends], []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
-    inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
-                                          hp.offload_fraction, copies), grid, device)
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
-    batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
+    loader = data.Loader(run.blends, order, grid.world.size, grid.world.index, step)
+    batch, digest = next_rows(loader, step, device)
+    inputs = None
     targets = exchange([count_targets(batch)], grid, device).sum()
     while step < last:
         start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
-        lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
-        next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
+        stage, blend = run.stages[number := order.leg(step).stage], run.blends[number]
+        lr = optim.learning_rate(step, hp.steps, stage.lr, hp.warmup, stage.schedule, stage.final_lr)
+        if inputs is None or m.seq_len != stage.seq_len:
+            inputs, m = None, dataclasses.replace(m, seq_len=stage.seq_len)  # the old ones go first
+            inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
+                                                  hp.offload_fraction, copies), grid, device)
+        next_batch, next_digest = next_rows(loader, step + 1, device)
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
@@ -680,10 +800,11 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
                          transport, chunk=hp.stream_chunk)
 
-        step, batch, targets = step + 1, next_batch, next_targets
+        measured = {"row_ids": digest, "stage": number}
+        step, batch, targets, digest = step + 1, next_batch, next_targets, next_digest
         ending = step == last or requested
         times.append(time.perf_counter() - start)
-        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
+        measured |= {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
                     "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
@@ -693,16 +814,17 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
-            measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
-        report(run, step, measured, flops, times)
+            measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+        report(run, step, measured, flops[number], times)
         if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
             out.progress(step, "checkpoint")
             copies.finish()
-            checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
+            checkpoint.save(out.path / "ckpt", step, state, grid, {**run.meta, "row": order.rows_before(step)}, hp.ckpt_keep)
         if ending:
             out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
                     + (f"; stopped by {stop.requested or 'another rank'}, run again (--resume=auto) to go on" if requested else ""))
             break
+    loader.close()
     out.progress(step, "done" if step == hp.steps else "stopped")
     return bool(requested) and step < last
 
@@ -710,12 +832,10 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
 def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):
     """One line on the console, one object in metrics.jsonl. flops: per token; times: of the steps so far, in seconds."""
     hp, out = run.hp, run.out
-    tokens, world, step_s = hp.rows_per_step * hp.seq_len, run.grid.world.size, times[-1]
+    tokens, world, step_s = run.order.tokens_before(step) - run.order.tokens_before(step - 1), run.grid.world.size, times[-1]
     tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
-    ids = data.row_ids((step - 1) * hp.rows_per_step, hp.rows_per_step, len(run.rows), hp.seed)
-    out.metrics({"step": step, "tokens": step * tokens, **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
-                 "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device),
-                 "row_ids": hashlib.sha256(ids.tobytes()).hexdigest()[:16]})
+    out.metrics({"step": step, "tokens": run.order.tokens_before(step), **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
+                 "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device)})
     out.progress(step, "step")
     recent = sorted(times[-20:])[len(times[-20:]) // 2]
     held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""

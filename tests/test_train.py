@@ -1,6 +1,7 @@
 """train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -253,3 +254,104 @@ def test_bad_settings_name_setting_value_and_fix(args, message):
 def test_more_ranks_than_experts_asks_for_replicas():
     with pytest.raises(ConfigError, match=r"--replicas=1: 8 nodes x 4 ranks are more than the 16 experts.*use --replicas=2"):
         train.resolve(train.parse([]), Place(0, 32, 0, 4, torch.device("cpu"), "gloo"))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Stages, blends, rows per step
+# ------------------------------------------------------------------------------------------------------------------
+
+# Runs on one rank, one after the other, each in a fork of a process that has imported everything; blocks of 4 steps, not 128.
+SHORT_RUNS = """
+import json, os, sys
+import order
+order.BLOCK_STEPS = 4
+import eval, launch, train
+for program, *sys.argv[1:] in json.loads(sys.stdin.read()):
+    if (child := os.fork()) == 0:
+        os.dup2(1, 2)
+        code = launch.run(eval.main if program == "eval" else train.main)
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"exit {code}\\0", flush=True)
+"""
+
+
+def short_runs(here, *runs: list[str]) -> list[str]:
+    """What each printed, with "exit CODE" at the end."""
+    argvs = [[program, *(TINY if program == "train" else []), *args] for program, *args in runs]
+    done = subprocess.run([sys.executable, "-c", SHORT_RUNS], input=json.dumps(argvs), cwd=here, timeout=200, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    outputs = done.stdout.split("\0\n")[:-1]
+    assert len(outputs) == len(runs), done.stdout
+    return outputs
+
+
+def seen(here, name) -> list[tuple]:
+    lines = [json.loads(line) for line in (here / "out" / name / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["stage"], line["row_ids"], line["tokens"], line["loss"], line["lr"]) for line in lines]
+
+
+def test_stages(here):
+    """Declared in advance or appended, the run is the same; a change of what is past, or undeclared, is refused."""
+    lines = (json.dumps({"text": f"{i} more text to read, line {i * i}\n" * 20}) + "\n" for i in range(40))
+    (here / "more.jsonl").write_text("".join(lines))
+    first = {"from_step": 4, "data": "2 texts 1 more.jsonl"}
+    second = {"from_step": 8, "seq_len": 128, "lr": 1e-3, "schedule": "constant"}
+    files = {"none": [], "one": [first], "both": [first, second], "past": [{**first, "data": "1 texts 1 more.jsonl"}, second],
+             "late": [first, second, {"from_step": 12, "lr": 5e-4}], "odd": [{**first, "from_step": 6}]}
+    for name, stages in files.items():
+        (here / f"{name}.json").write_text(json.dumps(stages))
+
+    def args(run, stages, stop):
+        return ["train", f"--run={run}", f"--stages={stages}.json", f"--stop_at={stop}", "--val_every=0", "--rows_per_step=2",
+                "--steps=16"]
+
+    plan = [args("declared", "both", 12), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
+    refused = {"one": "stage 2: checkpoint from_step=8 .*seq_len=128.*, now none", "none": "stage 1: checkpoint",
+               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8"}
+    plan += [args("declared", name, 14) for name in refused]
+    outputs = short_runs(here, *plan, args("declared", "late", 13), ["eval", "loss", "--run=declared", "--rows=2"])
+
+    assert all("exit 0" in out for out in outputs[:4]), outputs[:4]
+    for (name, words), out in zip(refused.items(), outputs[4:8]):
+        assert f"exit {EXIT_CONFIG}" in out and re.search(words, out), (name, out)
+    assert all("exit 0" in out for out in outputs[8:]), outputs[8:]
+    found = seen(here, "declared")
+    assert [stage for _, stage, *_ in found] == [0] * 4 + [1] * 4 + [2] * 4 + [3]
+    assert [tokens for _, _, _, tokens, *_ in found] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 6)]
+    assert [lr for *_, lr in found[8:]] == [1e-3] * 4 + [5e-4] and len({ids for _, _, ids, *_ in found}) == 13
+    assert seen(here, "appended") == found[:12]
+    models = {path.read_bytes() for path in (here / "data").glob("rows-*/tokenizer.model")}
+    assert len(models) == 1, "the later stages have the tokenizer of the first"
+    assert "2,304 tokens seen" in outputs[9]
+
+
+def test_rows_per_step_stay_unless_a_block_ends(here):
+    """A run keeps its rows per step where no others are asked for; it may change them where a block ends, and knows where."""
+    outputs = short_runs(here, *(["train", "--run=rows", "--val_every=0", "--steps=12", *more] for more in (
+        ["--rows_per_step=2", "--stop_at=6"], ["--rows_per_step=4"], ["--stop_at=8"], ["--rows_per_step=4"])))
+    assert all(words in outputs[1] for words in (f"exit {EXIT_CONFIG}", "rows_per_step: checkpoint 2, now 4", "steps 4 or 8"))
+    assert "rows_per_step: 2 -> 4" in outputs[3] and all("exit 0" in outputs[n] for n in (0, 2, 3))
+    assert [line[3] for line in seen(here, "rows")] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 5)]
+    manifest = json.loads((here / "out" / "rows" / "ckpt" / "step-00000012" / "manifest.json").read_text())
+    assert manifest["rows_per_step"] == [[0, 2], [8, 4]] and manifest["row"] == 32
+    hp = train.Hyperparameters()
+    with pytest.raises(ConfigError, match="rows_per_step=4, which 3 ranks cannot share"):
+        train.rows_of_run(hp, hp, manifest, 3)
+    assert train.rows_of_run(hp, hp, manifest, 2).rows_per_rank == 2
+
+
+@pytest.mark.parametrize("stages, words", [
+    ("{", "cannot be read"), ("{}", "must be a list"), ("[4]", "must be an object"),
+    ('[{"from_step": 128}]', "must be an object"), ('[{"from_step": 128, "dat": "x"}]', "dat is not a setting"),
+    ('[{"from_step": "128", "data": "x"}]', "from_step='128' must be a number"),
+    ('[{"from_step": 0, "lr": 1}]', "must be above 0"), ('[{"from_step": 130, "lr": 1}]', "nearest are steps 128 and 256"),
+    ('[{"from_step": 128, "data": "nowhere"}]', "nowhere' does not exist"),
+    ('[{"from_step": 128, "schedule": "up"}]', "schedule=up"),
+    ('[{"from_step": 128, "seq_len": 1}]', "seq_len=1"), ('[{"from_step": 128, "lr": NaN}]', "lr=nan")])
+def test_bad_stages(tmp_path, stages, words):
+    (tmp_path / "s.json").write_text(stages)
+    hp = train.parse([f"--stages={tmp_path}/s.json"])
+    with pytest.raises(ConfigError, match=words):
+        train.declared(train.resolve(hp, Place(0, 1, 0, 1, torch.device("cpu"), "gloo"))[0])
