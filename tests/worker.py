@@ -1,5 +1,6 @@
 """Runs inside the ranks that the tests spawn: python launch.py ... -- tests/worker.py FUNCTION OUT [JSON]."""
 
+import errno
 import hashlib
 import json
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -237,18 +237,18 @@ def trace(where, out: Path, options: dict):
 
 
 def failing_save(where, out: Path, options: dict):
-    """A second checkpoint that rank 1 cannot write."""
+    """Checkpoints at steps 1, 2 and 3, of which rank 1 cannot write the second. The third is made, and replaces the first."""
     m, grid, state, _ = start(where, {})
-    checkpoint.save(out / "ckpt", 1, state, grid, {}, keep=1)
-    if where.rank == 1:
-        def no_space(tensors, path):
-            raise SafetensorError("No space left on device")
+    saver = checkpoint.Saver(out / "ckpt", state, grid, keep=1)
+    put, messages = checkpoint.os.pwrite, []
+    for step in (1, 2, 3):
+        def no_space(fd, data, at):
+            raise OSError(errno.ENOSPC, "No space left on device")
 
-        checkpoint.save_file = no_space
-    try:
-        checkpoint.save(out / "ckpt", 2, state, grid, {}, keep=1)
-    except RuntimeError as error:
-        (out / f"message.{where.rank}").write_text(str(error))
+        checkpoint.os.pwrite = no_space if step == 2 and where.rank == 1 else put
+        saver.start(step, {})
+        messages.append(saver.wait().error)
+    (out / f"messages.{where.rank}").write_text(json.dumps(messages))
 
 
 def causality(where, out: Path, options: dict):
