@@ -292,6 +292,7 @@ class Outcome(NamedTuple):
     step: int
     path: Path
     error: str  # empty: it is complete
+    warning: str  # what went wrong afterwards: an older one could not be removed
     seconds: float  # from the start to the marker, on this rank
     bytes: int  # of all files
 
@@ -360,7 +361,7 @@ class Saver:
             if first:
                 shutil.rmtree(tmp, ignore_errors=True)
             return Outcome(step, final, f"checkpoint {final} not written, {error}; older checkpoints are untouched. Free space or "
-                           "check the file system", time.perf_counter() - began, 0)
+                           "check the file system", "", time.perf_counter() - began, 0)
 
         try:
             _, error = self._all(lambda: make_directory(tmp) if first else None)
@@ -377,8 +378,8 @@ class Saver:
         _, error = self._all(lambda: publish(final, tmp, manifest) if first else None)
         if error:
             return failed(error)
-        seconds, error = time.perf_counter() - began, self._retire(final, entries)
-        return Outcome(step, final, error, seconds, sum(entry["bytes"] for entry in entries))
+        seconds, (error, warning) = time.perf_counter() - began, self._retire(final, entries)
+        return Outcome(step, final, error, warning, seconds, sum(entry["bytes"] for entry in entries))
 
     def _write(self, tmp: Path, units: list[Unit], small: dict[str, Tensor]) -> dict:
         """This rank's file; returns its entry in the manifest."""
@@ -398,18 +399,17 @@ class Saver:
         finally:
             file.close()
 
-    def _retire(self, final: Path, entries: list[dict]) -> str:
-        """Removes what need not stay any longer, once the new one has been read back; returns an error."""
+    def _retire(self, final: Path, entries: list[dict]) -> tuple[str, str]:
+        """Removes what need not stay any longer, once the new one has been read back; returns (error, warning)."""
         first, rank = self.grid.world.index == 0, self.grid.world.index
-        old, error = self._all(lambda: len(superfluous(self.root, self.keep, self.keep_every)) if first else 0)
-        if error or not old[0]:
-            return error and f"older checkpoints cannot be listed: {error}"
-        _, error = self._all(lambda: RankFile(rank_file(final, rank), entries[rank]).verify())
-        if error:
-            aside = set_aside(final, "damaged") if first else final
-            return f"checkpoint {final} was written, but reads back damaged, {error}; it is now {aside}, older ones are untouched"
-        _, error = self._all(lambda: remove_superfluous(self.root, self.keep, self.keep_every) if first else None)
-        return error and f"older checkpoints cannot be removed: {error}"
+        old, trouble = self._all(lambda: len(superfluous(self.root, self.keep, self.keep_every)) if first else 0)
+        if old[0]:
+            _, error = self._all(lambda: RankFile(rank_file(final, rank), entries[rank]).verify())
+            if error:
+                _, trouble = self._all(lambda: set_aside(final, "damaged") and None if first else None)
+                return f"checkpoint {final} was written, but reads back damaged, {error}; older ones are untouched", trouble
+            _, trouble = self._all(lambda: remove_superfluous(self.root, self.keep, self.keep_every) if first else None)
+        return "", trouble and f"older checkpoints could not be removed: {trouble}"
 
     def _all(self, action: Callable, after: Callable = lambda: None) -> tuple[list, str]:
         """action() of every rank: (what each returned, the first one's error or ""). after() follows it whatever happened."""
@@ -690,7 +690,7 @@ def save_interval(write_s: float, hidden_s: float, step_s: float, mtbf_s: float)
     what it stalls. write_s: of a checkpoint; hidden_s: the part of a step in which the state does not change; mtbf_s: mean time
     between failures of the job."""
     stall = max(0.0, write_s - hidden_s)
-    interval = max(math.sqrt(2 * max(stall, 1.0) * mtbf_s), step_s, write_s)
+    interval = max(math.sqrt(2 * stall * mtbf_s), step_s, write_s)
     return {"write_s": write_s, "stall_s": stall, "mtbf_s": mtbf_s, "interval_s": interval,
             "lost": stall / interval + (interval / 2 + write_s) / mtbf_s}
 

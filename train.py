@@ -495,6 +495,8 @@ class Output:
         if self.asked and outcome.step >= self.asked:
             (self.path / "save").unlink(missing_ok=True)
             self.asked = 0
+        if outcome.warning:
+            self.log(f"WARNING: {outcome.warning}")
         self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
         return {"ckpt_step": outcome.step, "ckpt_write_s": outcome.seconds, "ckpt_bytes": outcome.bytes}
 

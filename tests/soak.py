@@ -173,7 +173,7 @@ def fill_disk(life: Life, root: Path, chance: random.Random) -> int:
     else:  # no file system of our own: no file may be as large as a rank's
         for pid in life.ranks():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    failed = life.wait_for("WARNING: checkpoint .*(No space left on device|File too large).*older checkpoints are untouched", since)
+    life.wait_for("WARNING: checkpoint .*(No space left on device|File too large).*older checkpoints are untouched", since)
     if chance.random() < 0.5 and ballast.exists():
         since = len(life.lines)
         ballast.unlink()
@@ -183,7 +183,7 @@ def fill_disk(life: Life, root: Path, chance: random.Random) -> int:
     life.kill("all ranks", chance)
     life.end()
     ballast.unlink(missing_ok=True)
-    return 0 if failed else 0
+    return 0
 
 
 def damage(fault: str, newest: Path, older: Path, chance: random.Random):
@@ -223,9 +223,9 @@ def damage(fault: str, newest: Path, older: Path, chance: random.Random):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def check_values(root: Path, whole: Path):
-    """Every complete checkpoint is what the undisturbed run had at that step."""
-    for path in checkpoint.complete(root):
+def check_values(paths: list[Path], whole: Path):
+    """Every one of these checkpoints is what the undisturbed run had at that step."""
+    for path in paths:
         manifest = checkpoint.read_manifest(path)
         for name, entry in manifest["files"].items():
             checkpoint.RankFile(path / name, entry).verify()
@@ -257,7 +257,7 @@ def soak(here: Path, faults: int, seed: int):
     if undisturbed.end():
         raise Failure("the undisturbed run failed:\n" + "".join(undisturbed.lines[-20:]))
     here, settings = here / "disk", [*settings, f"--ckpt_every={EVERY}", "--ckpt_keep=2"]
-    expected, recoveries = None, []
+    expected, recoveries, spoilt = None, [], []
     for number, fault in enumerate([*kinds, "none"]):
         life = Life(here, "soak", settings)
         try:
@@ -270,7 +270,7 @@ def soak(here: Path, faults: int, seed: int):
             if expected and fault != "kill all ranks at the start" and (not resumed or int(resumed[1]) != expected):
                 raise Failure(f"started from {resumed and resumed[0]}, the newest good one was {expected}")
             recoveries += [float(x) for x in re.findall(r"first step back ([\d.]+) s", text)]
-            expected = judge(fault, root, whole, expected, least, text, chance)
+            expected = judge(fault, root, whole, expected, least, text, spoilt, chance)
         except Failure as failure:
             raise Failure(f"fault {number}, {fault}, seed {seed}: {failure}\n{''.join(life.lines[-30:])}") from None
         print(f"{number:4} {fault:<30} code {code:4}  from {resumed and int(resumed[1])}  next from {expected}", flush=True)
@@ -283,24 +283,28 @@ def soak(here: Path, faults: int, seed: int):
           "are bit-identical to the undisturbed run's")
 
 
-def judge(fault: str, root: Path, whole: Path, before: int | None, least: int, text: str, chance: random.Random) -> int | None:
+def judge(fault: str, root: Path, whole: Path, before: int | None, least: int, text: str, spoilt: list[int],
+          chance: random.Random) -> int | None:
     """After the end of a life: is what must be there, there? Then the disk's part of the fault. Returns the step from which the
-    next start must resume."""
-    check_values(root, whole)
-    there = checkpoint.complete(root)
-    newest = checkpoint.step_of(there[-1]) if there else 0
+    next start must resume. spoilt: inodes of directories that a fault has damaged."""
+    good = [path for path in checkpoint.complete(root) if path.stat().st_ino not in spoilt]
+    check_values(good, whole)
+    newest = checkpoint.step_of(good[-1]) if good else 0
     reached = max((int(step) for step in re.findall(r"^step (\d+)/", text, re.MULTILINE)), default=0)
-    least = max(least, before or 0, 0 if fault == "a full disk" else reached // EVERY * EVERY - EVERY)
-    least = max(least, *(int(step) for step in re.findall(r"saved step (\d+):", text)), 0)
+    due = 0 if fault == "a full disk" else reached // EVERY * EVERY - EVERY
+    least = max(least, before or 0, due, *(int(step) for step in re.findall(r"saved step (\d+):", text)))
     if newest < least:
         raise Failure(f"step {least} was saved or due, the newest checkpoint is of step {newest}")
-    for place in [*root.glob("damaged-*"), *root.glob("abandoned-*")]:
-        shutil.rmtree(place)  # their operator has seen them
+    for place in [*root.glob("damaged-*"), *root.glob("abandoned-*")]:  # an operator has seen them
+        if place.stat().st_ino not in spoilt and "abandoned" not in place.name:
+            raise Failure(f"{place} was not damaged by any fault")
+        shutil.rmtree(place)
     if fault in DAMAGES:
-        if len(there) < 2:
-            raise Failure(f"two checkpoints should be there: {there}")
-        damage(fault, there[-1], there[-2], chance)
-        newest = checkpoint.step_of(there[-2])
+        if len(good) < 2:
+            raise Failure(f"two checkpoints should be there: {good}")
+        spoilt.append(good[-1].stat().st_ino)
+        damage(fault, good[-1], good[-2], chance)
+        newest = checkpoint.step_of(good[-2])
     return newest or None
 
 

@@ -237,18 +237,46 @@ def trace(where, out: Path, options: dict):
 
 
 def failing_save(where, out: Path, options: dict):
-    """Checkpoints at steps 1, 2 and 3, of which rank 1 cannot write the second. The third is made, and replaces the first."""
+    """Checkpoints at steps 1, 2 and 3, of which rank 1 cannot write the second. The third is made, and replaces the first. One
+    rank writes at a time."""
     m, grid, state, _ = start(where, {})
-    saver = checkpoint.Saver(out / "ckpt", state, grid, keep=1)
-    put, messages = checkpoint.os.pwrite, []
-    for step in (1, 2, 3):
-        def no_space(fd, data, at):
-            raise OSError(errno.ENOSPC, "No space left on device")
+    saver = checkpoint.Saver(out / "ckpt", state, grid, keep=1, writers=1)
+    write, messages = saver._write, []
 
-        checkpoint.os.pwrite = no_space if step == 2 and where.rank == 1 else put
+    def timed(*args):
+        began = time.monotonic()
+        if step == 2 and where.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        entry = write(*args)
+        time.sleep(0.05)
+        (out / f"writing.{where.rank}").write_text(json.dumps([began, time.monotonic()]))
+        return entry
+
+    saver._write = timed
+    for step in (1, 2, 3):
         saver.start(step, {})
         messages.append(saver.wait().error)
     (out / f"messages.{where.rank}").write_text(json.dumps(messages))
+
+
+def drawn_state(m, grid, seed: int) -> parallel.State:
+    """Masters, moments and bias that depend on the seed and on which values they are, not on the grid."""
+    state = parallel.init_state(m, grid, seed, torch.device("cpu"))
+    optim.init_moments(state, "muon")
+    for name, bucket in state.buckets.items():
+        for kind, x in state.moments[name].items():
+            for p in parallel.pieces(bucket, m, grid):
+                x.view(-1)[p.at : p.at + p.stop - p.start] = parallel.initial_values(seed, f"{p.name}/{kind}", p.start, p.stop, 1.0)
+    state.bias_LX.copy_(torch.randn(m.layers, m.experts, generator=torch.Generator().manual_seed(seed)))
+    return state
+
+
+def save_drawn(where, out: Path, options: dict):
+    """A checkpoint by 2 x 2, and one by 2 replicas of 2 x 1."""
+    m, checkpoint.PIECE = tiny(), 1000
+    for replicas, ranks_per_node in ((1, 2), (2, 1)):
+        grid = parallel.make_grid(where.rank, where.world, ranks_per_node, replicas, m)
+        checkpoint.save(out / f"{grid.R}-{grid.N}-{grid.E}", 5, drawn_state(m, grid, 5), grid, {})
 
 
 def causality(where, out: Path, options: dict):
