@@ -221,17 +221,23 @@ class RankFileWriter:
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         self.begin = {name: len(header) + entry["data_offsets"][0] for name, entry in table.items() if name in shapes}
-        self.path, self.bytes = path, len(header) + at
+        self.path, self.bytes, self.at = path, len(header) + at, dict.fromkeys(shapes, 0)
         self.sums = {"piece": PIECE, "header": zlib.crc32(header), "crc32": {name: [] for name in shapes}}
         self.syncing, self.unsynced, self.lane = None, 0, ThreadPoolExecutor(1)
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._put(header, 0)
 
-    def add(self, name: str, start: int, data: np.ndarray):
-        """The next piece of a tensor, uint8 [bytes], whose first value is number `start`."""
-        self.sums["crc32"][name].append(zlib.crc32(data))
-        self._put(data, self.begin[name] + 4 * start)
-        self.unsynced += len(data)
+    def add(self, name: str, data: np.ndarray):
+        """The next bytes of a tensor, uint8 [bytes]."""
+        sums, size = self.sums["crc32"][name], 4 * PIECE
+        while len(data):
+            if self.at[name] % size == 0:
+                sums.append(0)
+            part = data[: size - self.at[name] % size]
+            sums[-1] = zlib.crc32(part, sums[-1])
+            self._put(part, self.begin[name] + self.at[name])
+            self.at[name] += len(part)
+            self.unsynced, data = self.unsynced + len(part), data[len(part) :]
         if self.unsynced >= UNSYNCED // 2:  # as much may be on its way already
             self.wait_for_sync()
             self.syncing, self.unsynced = self.lane.submit(sync_and_drop, self.fd), 0
@@ -324,7 +330,7 @@ class Saver:
         self.flush = Flush(units)
         self.state.before_change = partial(self.flush.wait, self.rows)
         small = {"bias_LX": self.state.bias_LX.detach().flatten().clone()} if self.grid.world.index == 0 else {}
-        manifest = json.dumps({"format": FORMAT, "step": step, "grid": [self.grid.R, self.grid.N, self.grid.E], **meta})
+        manifest = json.dumps({"step": step, "grid": [self.grid.R, self.grid.N, self.grid.E], **meta})
         self.window.follow(self.device)
         self.running = Future()
         work = partial(self._save, step, units, small, json.loads(manifest))
@@ -389,11 +395,11 @@ class Saver:
         file = RankFileWriter(rank_file(tmp, self.grid.world.index), shapes)
         try:
             for name, x in small.items():
-                for start in range(0, len(x), PIECE):
-                    file.add(name, start, self.window.show(x[start : start + PIECE]))
+                for part in x.split(PIECE):
+                    file.add(name, self.window.show(part))
             for unit in units:
                 time.sleep(self.delay_s)
-                file.add(unit.name, unit.start, self.window.show(self.tensors[unit.name][unit.start : unit.stop]))
+                file.add(unit.name, self.window.show(self.tensors[unit.name][unit.start : unit.stop]))
                 self.flush.passed()
             return file.finish()
         finally:
@@ -456,8 +462,9 @@ def make_directory(tmp: Path):
 
 
 def publish(final: Path, tmp: Path, manifest: dict):
-    """Makes a checkpoint of the files in tmp. After an OSError there is none."""
-    text = json.dumps(manifest, indent=1)
+    """Makes a checkpoint of the files in tmp. manifest: step, grid, and for each file what RankFileWriter.finish returned and the
+    saved rank inside a replica, its owner. After an OSError there is none."""
+    text = json.dumps({"format": FORMAT, **manifest}, indent=1)
     write_synced(tmp / "manifest.json", text)
     sync(tmp)
     if final.exists():  # a crash came between rename and marker
@@ -651,11 +658,11 @@ def wanted(path: Path, manifest: dict, state: State, grid: Grid, m: Model) -> It
                 file.close()
             here, files = run.owner, open_owner(path, manifest, run.owner)
         if not run.bucket:  # the router's bias is in the first file
-            yield "bias_LX", find("bias_LX", files), 0, state.bias_LX.view(-1)
+            yield "bias_LX", holder("bias_LX", files), 0, state.bias_LX.view(-1)
             continue
         for kind, target in {"master": state.master[run.bucket], **state.moments[run.bucket]}.items():
             name = f"{run.bucket}/{kind}"
-            yield name, find(name, files), run.source, target.view(-1)[run.target : run.target + run.count]
+            yield name, holder(name, files), run.source, target.view(-1)[run.target : run.target + run.count]
     for file in files:
         file.close()
 
@@ -665,7 +672,7 @@ def open_owner(path: Path, manifest: dict, owner: int) -> list[RankFile]:
     return [RankFile(path / name, entry) for name, entry in manifest["files"].items() if entry["owner"] == owner]
 
 
-def find(name: str, files: list[RankFile]) -> RankFile:
+def holder(name: str, files: list[RankFile]) -> RankFile:
     return next((file for file in files if name in file.values), files[0])
 
 
@@ -703,7 +710,8 @@ def save_interval(write_s: float, hidden_s: float, step_s: float, mtbf_s: float)
 def found_at(place: str) -> list[Path]:
     """The complete checkpoints of a run's directory, of its ckpt/, or the checkpoint itself. Raises ConfigError for anything else."""
     path = Path(place)
-    found = [path] if (path / "manifest.json").exists() else complete(path) or complete(path / "ckpt")
+    itself = path.is_dir() and (NAME.search(path.name) or (path / "manifest.json").exists())
+    found = [path] if itself else complete(path) or complete(path / "ckpt")
     if not found:
         raise ConfigError(f"{place}: no checkpoint; give a run's directory (out/debug) or a checkpoint's (out/debug/ckpt/step-00000100)")
     return found

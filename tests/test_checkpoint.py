@@ -326,7 +326,7 @@ def save_alone(root: Path, step: int, state, grid, last: str):
     entries.write_text(json.dumps([*known, {**entry, "owner": grid.world.index % (grid.N * grid.E)}]))
     if last:
         files = {checkpoint.rank_file(tmp, rank).name: entry for rank, entry in enumerate(json.loads(entries.read_text()))}
-        checkpoint.publish(checkpoint.directory(root, step), tmp, {"format": checkpoint.FORMAT, "step": step, "files": files,
+        checkpoint.publish(checkpoint.directory(root, step), tmp, {"step": step, "files": files,
                                                                   "grid": [grid.R, grid.N, grid.E]})
         entries.unlink()
 

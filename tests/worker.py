@@ -123,8 +123,8 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
         if step == 0:
             first_norm = norm
             after_first(norm)
-        optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step, wire,
-                     chunk=case.get("stream", 0))
+        optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), case.get("first", 0) + step,
+                     wire, chunk=case.get("stream", 0))
         copies.finish()
     return losses, first_norm
 
@@ -134,6 +134,8 @@ def layouts(where, out: Path, options: dict):
     results = {}
     for case in options["cases"]:
         m, grid, state, rows = start(where, case, options["replicas"])
+        if case.get("load"):
+            checkpoint.load(Path(case["load"]), state, grid, m)
         healthy, choose = plant(case.get("fault", ""), grid), model.choose_experts
         model.choose_experts = choose_by_place if case.get("fixed") else choose
         if case.get("poison"):
@@ -149,6 +151,19 @@ def layouts(where, out: Path, options: dict):
         model.choose_experts, parallel.WIRE.poison = choose, None
     if where.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
+
+
+def midway(where, out: Path, options: dict):
+    """Three steps, a checkpoint, and the losses of three more while it is written."""
+    case = options["case"]
+    m, grid, state, rows = start(where, case)
+    steps(where, case, m, grid, state, rows, 3)
+    saver = checkpoint.Saver(out, state, grid)
+    saver.start(3, {}, optim.phases(state, optim.plan_muon(state, grid, m, "muon")))
+    losses, _ = steps(where, case | {"first": 3}, m, grid, state, rows, 3)
+    assert not saver.wait().error
+    if where.rank == 0:
+        (out / "losses.json").write_text(json.dumps(losses))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
