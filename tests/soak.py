@@ -125,7 +125,8 @@ def live_through(life: Life, fault: str, root: Path, at: int, chance: random.Ran
     """Waits for the moment of the fault and makes it, as far as it concerns processes; returns the least step that must not be
     lost by it. at: step of the moment."""
     if fault == "kill all ranks at the start":
-        time.sleep(chance.uniform(0, 5))
+        wait_until(lambda: len(life.ranks()) == 2)
+        time.sleep(chance.uniform(0, 4))
         life.kill("all ranks", chance)
         return 0
     life.wait_for("first step back|^step 1/")
