@@ -58,6 +58,7 @@ FORMAT = 2  # of what is written; 1 had one checksum per file
 NAME = re.compile(r"^step-(\d{8,})$")
 UNFINISHED = re.compile(r"^\.tmp-(step|removed)-\d{8,}$")
 PIECE = 1 << 22  # values (16 MiB) that are written, released to the optimizer and summed at a time
+BLOCK = 1 << 20  # bytes that are read or written at a time, so that their checksum finds them in the processor's cache
 UNSYNCED = 1 << 25  # bytes that may wait in the page cache, so that a checkpoint takes no memory from the run
 SLOW_BYTES_S = 5e9  # of all ranks together: what a file system is trusted with before a save has been measured
 ONE_DAY = timedelta(days=1)  # that a rank may take to write; the death of one shows at once
@@ -222,7 +223,7 @@ class RankFileWriter:
         header = len(text).to_bytes(8, "little") + text
         self.begin = {name: len(header) + entry["data_offsets"][0] for name, entry in table.items() if name in shapes}
         self.path, self.bytes, self.at = path, len(header) + at, dict.fromkeys(shapes, 0)
-        self.sums = {"piece": PIECE, "header": zlib.crc32(header), "crc32": {name: [] for name in shapes}}
+        self.sums = {"piece": PIECE, "header": zlib.crc32(header), "header_bytes": len(header), "crc32": {name: [] for name in shapes}}
         self.syncing, self.unsynced, self.lane = None, 0, ThreadPoolExecutor(1)
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._put(header, 0)
@@ -233,7 +234,7 @@ class RankFileWriter:
         while len(data):
             if self.at[name] % size == 0:
                 sums.append(0)
-            part = data[: size - self.at[name] % size]
+            part = data[: min(BLOCK, size - self.at[name] % size)]
             sums[-1] = zlib.crc32(part, sums[-1])
             self._put(part, self.begin[name] + self.at[name])
             self.at[name] += len(part)
@@ -541,40 +542,46 @@ class RankFile:
             self.file = open(path, "rb", buffering=0)
             if (size := os.fstat(self.file.fileno()).st_size) != entry["bytes"]:
                 raise ValueError(f"{size} bytes, should be {entry['bytes']}")
-            length = self._get(0, 8)
-            table = self._get(8, min(int.from_bytes(length, "little"), size))
-            self._compare(zlib.crc32(table, zlib.crc32(length)), self.sums["header"], "header")
-            self.begin = {name: 8 + len(table) + t["data_offsets"][0] for name, t in json.loads(bytes(table)).items() if "dtype" in t}
-            self.values = {name: t["shape"][0] for name, t in json.loads(bytes(table)).items() if "dtype" in t}
+            header = np.empty(self.sums["header_bytes"], np.uint8)
+            self._compare(self._get(0, header), self.sums["header"], "header")
+            table = {name: entry for name, entry in json.loads(bytes(header[8:])).items() if "dtype" in entry}
+            self.begin = {name: len(header) + entry["data_offsets"][0] for name, entry in table.items()}
+            self.values = {name: entry["shape"][0] for name, entry in table.items()}
 
     def close(self):
         self.file.close()
 
-    def _get(self, at: int, count: int, into: np.ndarray | None = None) -> np.ndarray:
-        data = np.empty(count, np.uint8) if into is None else into
-        view = memoryview(data)
+    def _get(self, at: int, data: np.ndarray) -> int:
+        """Fills data, uint8, from byte `at` of the file on; returns its checksum."""
+        view, found = memoryview(data), 0
         while len(view):
-            got = os.preadv(self.file.fileno(), [view], at)
+            got = os.preadv(self.file.fileno(), [view[:BLOCK]], at)
             if not got:
                 raise ValueError(f"ends at byte {at}")
+            found = zlib.crc32(view[:got], found)
             view, at = view[got:], at + got
-        return data
+        return found
 
     def _compare(self, found: int, said: int, what: str):
         if found != said:
             raise ValueError(f"the checksum of its {what} is not the one that was written")
 
-    def piece(self, name: str, i: int, into: np.ndarray | None = None) -> np.ndarray:
-        """Piece i of a tensor as bytes; they stay valid until the next call. into: uint8, put them there."""
-        if self.last == (name, i) and into is None:
+    def piece(self, name: str, i: int, data: np.ndarray | None = None) -> np.ndarray:
+        """Piece i of a tensor as bytes; they stay valid until the next call. data: uint8, put them there."""
+        if self.last == (name, i) and data is None:
             return self.scratch
         size = self.sums["piece"]
         start, stop = i * size, min((i + 1) * size, self.values[name])
+        at, count = self.begin[name] + 4 * start, 4 * (stop - start)
+        if data is None:
+            data = self.scratch = np.empty(count, np.uint8)
+            self.last = None
         with reading(self.path):
-            data = self._get(self.begin[name] + 4 * start, 4 * (stop - start), into)
-            self._compare(zlib.crc32(data), self.sums["crc32"][name][i], f"{name}, values {start} to {stop},")
-        if into is None:
-            self.last, self.scratch = (name, i), data
+            if hasattr(os, "posix_fadvise"):  # the disk works on the next piece meanwhile
+                os.posix_fadvise(self.file.fileno(), at, count + 4 * size, os.POSIX_FADV_WILLNEED)
+            self._compare(self._get(at, data), self.sums["crc32"][name][i], f"{name}, values {start} to {stop},")
+        if data is self.scratch:
+            self.last = name, i
         return data
 
     def read(self, name: str, start: int, target: Tensor):

@@ -168,13 +168,18 @@ def wait_until(condition):
 def fill_disk(life: Life, root: Path, chance: random.Random) -> int:
     """Leaves less space than a checkpoint needs, but some for the log; frees it while the run goes on, or after its end."""
     ballast, since = root.parent / "ballast", len(life.lines)
+    told = "WARNING: checkpoint .*(No space left on device|File too large).*older checkpoints are untouched"
     if os.path.ismount(root.parent.parent):
         with open(ballast, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, shutil.disk_usage(root).free - 100_000))
+            while not any(re.search(told, line) for line in life.lines[since:]) and life.process.poll() is None:
+                with contextlib.suppress(OSError):  # the run writes and removes meanwhile
+                    if (more := shutil.disk_usage(root).free - 100_000) > 0:
+                        os.posix_fallocate(file.fileno(), ballast.stat().st_size, more)
+                time.sleep(0.005)
     else:  # no file system of our own: no file may be as large as a rank's
         for pid in life.ranks():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-    life.wait_for("WARNING: checkpoint .*(No space left on device|File too large).*older checkpoints are untouched", since)
+    life.wait_for(told, since)
     if chance.random() < 0.5 and ballast.exists():
         since = len(life.lines)
         ballast.unlink()
