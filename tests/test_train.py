@@ -15,7 +15,7 @@ import train
 from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
 from model import ConfigError
 from safetensors.torch import load_file
-from spawn import ROOT, launch, worker
+from spawn import ROOT, launch
 
 TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
