@@ -524,8 +524,8 @@ def checkpoint_worker(folder: str, size: str, rounds: str):
 def bench_checkpoint(size: str, rounds: int, results: Path | None):
     """Prints the table."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        subprocess.run([sys.executable, "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", "bench.py", "checkpoint-worker",
-                        folder, size, str(rounds)], cwd=Path(__file__).parent, check=True)
+        command = [sys.executable, "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", "bench.py", "checkpoint-worker"]
+        subprocess.run([*command, folder, size, str(rounds)], cwd=Path(__file__).parent, check=True)
         ranks = [json.loads((Path(folder) / f"found.{rank}.json").read_text()) for rank in range(2)]
     total = sum(rank["bytes"] for rank in ranks)
     print(f"{total / 1e6:,.0f} MB of masters and momentum on 2 ranks, {rounds} rounds, medians\n"

@@ -223,7 +223,8 @@ class RankFileWriter:
         header = len(text).to_bytes(8, "little") + text
         self.begin = {name: len(header) + entry["data_offsets"][0] for name, entry in table.items() if name in shapes}
         self.path, self.bytes, self.at = path, len(header) + at, dict.fromkeys(shapes, 0)
-        self.sums = {"piece": PIECE, "header": zlib.crc32(header), "header_bytes": len(header), "crc32": {name: [] for name in shapes}}
+        self.sums = {"piece": PIECE, "header_bytes": len(header), "header": zlib.crc32(header),
+                     "crc32": {name: [] for name in shapes}}
         self.syncing, self.unsynced, self.lane = None, 0, ThreadPoolExecutor(1)
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._put(header, 0)
@@ -305,7 +306,8 @@ class Outcome(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints beside training, one at a time: a thread and a process group of its own. All ranks make the same calls."""
+    """Writes checkpoints beside training, one at a time, with a thread and a process group of its own. All ranks make the same
+    calls."""
 
     def __init__(self, root: Path, state: State, grid: Grid, keep: int = 0, keep_every: int = 0, writers: int = 0):
         """keep, keep_every: see superfluous; writers: ranks that write at a time, 0: all."""
@@ -367,8 +369,8 @@ class Saver:
         def failed(error: str) -> Outcome:
             if first:
                 shutil.rmtree(tmp, ignore_errors=True)
-            return Outcome(step, final, f"checkpoint {final} not written, {error}; older checkpoints are untouched. Free space or "
-                           "check the file system", "", time.perf_counter() - began, 0)
+            text = f"checkpoint {final} not written, {error}; older checkpoints are untouched. Free space or check the file system"
+            return Outcome(step, final, text, "", time.perf_counter() - began, 0)
 
         try:
             _, error = self._all(lambda: make_directory(tmp) if first else None)
@@ -504,10 +506,11 @@ def read_manifest(path: Path) -> dict:
     with reading(manifest):
         text = manifest.read_bytes()
         if hashlib.sha256(text).hexdigest() != (path / ".complete").read_text():
-            raise Damaged(f"checkpoint {manifest} is missing or damaged (its checksum is not the one in .complete); {others(path)}")
+            raise ValueError("its checksum is not the one in .complete")
     found = json.loads(text)
     if found.get("format") != FORMAT:
-        raise ConfigError(f"checkpoint {path} has format {found.get('format', 1)}, this program reads {FORMAT}; use the program that wrote it")
+        raise ConfigError(f"checkpoint {path} has format {found.get('format', 1)}, this program reads {FORMAT}; use the one that "
+                          "wrote it")
     if NAME.search(path.name) and found["step"] != step_of(path):
         raise Damaged(f"checkpoint {path} is damaged: its manifest is that of step {found['step']}; {others(path)}")
     return found
@@ -715,12 +718,14 @@ def save_interval(write_s: float, hidden_s: float, step_s: float, mtbf_s: float)
 
 
 def found_at(place: str) -> list[Path]:
-    """The complete checkpoints of a run's directory, of its ckpt/, or the checkpoint itself. Raises ConfigError for anything else."""
+    """The complete checkpoints of a run's directory or of its ckpt/, or the checkpoint itself. Raises ConfigError where there is
+    none."""
     path = Path(place)
     itself = path.is_dir() and (NAME.search(path.name) or (path / "manifest.json").exists())
     found = [path] if itself else complete(path) or complete(path / "ckpt")
     if not found:
-        raise ConfigError(f"{place}: no checkpoint; give a run's directory (out/debug) or a checkpoint's (out/debug/ckpt/step-00000100)")
+        raise ConfigError(f"{place}: no checkpoint; give the directory of a run, such as out/debug, or of a checkpoint, such as "
+                          "out/debug/ckpt/step-00000100")
     return found
 
 
@@ -785,7 +790,8 @@ class Bar:
         self.done += nbytes
         if sys.stderr.isatty() and time.monotonic() - self.shown > 0.2:
             self.shown = time.monotonic()
-            print(f"\r{self.what}: {self.done / max(self.total, 1):4.0%} of {self.total / 1e9:.3f} GB", end="", file=sys.stderr, flush=True)
+            done = f"{self.done / max(self.total, 1):4.0%} of {self.total / 1e9:.3f} GB"
+            print(f"\r{self.what}: {done}", end="", file=sys.stderr, flush=True)
 
     def end(self):
         if self.shown:
@@ -793,7 +799,8 @@ class Bar:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="checkpoint.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="checkpoint.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, action, text in (("list", show, "checkpoints that are there"), ("verify", verify, "read back and compare")):
         command = commands.add_parser(name, help=text)

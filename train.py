@@ -416,7 +416,7 @@ class Output:
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
         self.asked = 0  # step after which someone wants a checkpoint
-        self.alive_before: float | None = None  # last sign of life of the run that this one goes on with, Unix time
+        self.alive_before: float | None = None  # last sign of life before the crash, Unix time
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -443,7 +443,8 @@ class Output:
         (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
         self.keep_metrics_before(step)
         if step and (self.path / "progress.json").exists():
-            self.alive_before = json.loads((self.path / "progress.json").read_text())["time"]
+            before = json.loads((self.path / "progress.json").read_text())
+            self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
         self.log_file = open(self.path / "log.txt", "a", buffering=1)
         self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
         total, active = count_params(m)
@@ -501,11 +502,11 @@ class Output:
         return {"ckpt_step": outcome.step, "ckpt_write_s": outcome.seconds, "ckpt_bytes": outcome.bytes}
 
     def recovered(self) -> dict:
-        """After the first step of a run that goes on: seconds since the last sign of life of the one before."""
+        """After the first step of a run that goes on after a crash: seconds since the last sign of life before it."""
         if not self.alive_before:
             return {}
         seconds, self.alive_before = time.time() - self.alive_before, None
-        self.log(f"first step back {seconds:.1f} s after the last sign of life of the run before")
+        self.log(f"first step back {seconds:.1f} s after the last sign of life before the crash")
         return {"recovery_s": seconds}
 
     def metrics(self, values: dict):
@@ -625,14 +626,16 @@ def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: 
     def choose() -> list[str]:
         if hp.resume != "auto" or not out.active:
             return [] if hp.resume == "never" else [hp.resume]
-        return [str(p) for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
+        return [p.name for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
 
-    candidates = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    names = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
+    if out.active:
+        checkpoint.remove_unfinished(root)
     state, damaged = None, []
-    for chosen in map(Path, candidates):
+    for chosen in (root / name if hp.resume == "auto" else Path(name) for name in names):
         manifest, damage = checkpoint.agreed(lambda: checkpoint.read_manifest(chosen), grid, device)
         if not damage:
             check_same_run(manifest, hp, m, fingerprint, chosen, out.log)
@@ -659,9 +662,9 @@ def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Ou
     out.log(f"resumed from {chosen}" + (f", because newer ones are damaged: {len(damaged)}" if damaged else ""))
     root = out.path / "ckpt"
     if out.active:
-        checkpoint.remove_unfinished(root)
         for path, _ in damaged:
-            out.log(f"WARNING: {path} is damaged and now {checkpoint.set_aside(path, 'damaged')}; delete it when you have seen to it")
+            aside = checkpoint.set_aside(path, "damaged")
+            out.log(f"WARNING: {path} is damaged and now {aside}; delete it when you have seen to it")
         for place in checkpoint.set_aside_after(root, step):
             out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
     return step

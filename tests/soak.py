@@ -31,15 +31,15 @@ sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
 
-TINY = ["--layers=2", "--width=32", "--heads=4", "--kv_heads=2", "--head_dim=8", "--expert_width=16", "--vocab=300", "--seq_len=32",
-        "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5", "--track_memory=0"]
+TINY = ["--layers=2", "--width=32", "--heads=4", "--kv_heads=2", "--head_dim=8", "--expert_width=16", "--vocab=300",
+        "--seq_len=32", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5", "--track_memory=0"]
 EVERY = 3  # steps between checkpoints
 STEPS_PER_LIFE = 5  # of the whole run; a life makes fewer, so that the run does not end before its faults
 DISK = 16  # MiB
 PATIENCE_S = 120  # for anything that should happen soon
 KILLS = [f"kill {whom} {when}" for whom in ("a rank", "all ranks", "the launcher") for when in ("at a step", "in a save")]
-DAMAGES = ["a flipped bit", "a hole of zeros", "a truncated file", "a missing file", "a missing description", "a missing manifest",
-           "a missing marker", "a stale file", "a stale checkpoint", "an unreadable file"]
+DAMAGES = ["a flipped bit", "a hole of zeros", "a truncated file", "a missing file", "a missing description",
+           "a missing manifest", "a missing marker", "a stale file", "a stale checkpoint", "an unreadable file"]
 FAULTS = [*KILLS, "kill all ranks at the start", "a full disk", *DAMAGES, "SIGTERM", "a save on request"]
 
 
@@ -51,9 +51,9 @@ class Life:
     """One start of the run."""
 
     def __init__(self, here: Path, name: str, settings: list[str]):
-        argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", ROOT / "train.py", f"--run={name}"]
-        self.process = subprocess.Popen([*argv, *TINY, *settings], cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                        errors="replace")
+        argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", ROOT / "train.py"]
+        self.process = subprocess.Popen([*argv, f"--run={name}", *TINY, *settings], cwd=here, stdout=subprocess.PIPE,
+                                        stderr=subprocess.STDOUT, text=True, errors="replace")
         self.lines: list[str] = []
         self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stdout), daemon=True)
         self.reader.start()
@@ -129,7 +129,7 @@ def live_through(life: Life, fault: str, root: Path, at: int, chance: random.Ran
         time.sleep(chance.uniform(0, 4))
         life.kill("all ranks", chance)
         return 0
-    life.wait_for("first step back|^step 1/")
+    life.wait_for("^step ")
     if fault == "a full disk":
         return fill_disk(life, root, chance)
     if fault == "a save on request":
@@ -220,8 +220,8 @@ def damage(fault: str, newest: Path, older: Path, chance: random.Random):
         file.unlink()
         file.symlink_to(file) if chance.random() < 0.5 else file.mkdir()
     else:
-        {"a missing file": file, "a missing description": file.with_suffix(".json"), "a missing manifest": newest / "manifest.json",
-         "a missing marker": newest / ".complete"}[fault].unlink()
+        {"a missing file": file, "a missing description": file.with_suffix(".json"),
+         "a missing manifest": newest / "manifest.json", "a missing marker": newest / ".complete"}[fault].unlink()
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -280,13 +280,13 @@ def soak(here: Path, faults: int, seed: int):
         except Failure as failure:
             raise Failure(f"fault {number}, {fault}, seed {seed}: {failure}\n{''.join(life.lines[-30:])}") from None
         print(f"{number:4} {fault:<30} code {code:4}  from {resumed and int(resumed[1])}  next from {expected}", flush=True)
-    if code:
-        raise Failure(f"the last start ended with {code}:\n" + "".join(life.lines[-20:]))
+    if life.process.returncode:
+        raise Failure(f"the last start ended with {life.process.returncode}:\n" + "".join(life.lines[-20:]))
     check_end(here / "out" / "soak", whole.parent, steps)
     print(f"{faults} faults ({', '.join(f'{n} x {kind}' for kind, n in sorted(Counter(kinds).items()))}) in "
           f"{time.monotonic() - began:.0f} s; from the last sign of life to the first step back: median "
-          f"{sorted(recoveries)[len(recoveries) // 2]:.1f} s, longest {max(recoveries):.1f} s; all {steps} steps and the last state "
-          "are bit-identical to the undisturbed run's")
+          f"{sorted(recoveries)[len(recoveries) // 2]:.1f} s, longest {max(recoveries):.1f} s; all {steps} steps and the last "
+          "state are bit-identical to the undisturbed run's")
 
 
 def judge(fault: str, root: Path, whole: Path, before: int | None, least: int, text: str, spoilt: list[int],
@@ -331,7 +331,8 @@ def prepare(here: Path):
     for name in ("texts", "data"):
         (here / "disk" / name).symlink_to(here / name)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "soak", here / "disk" / "out"], capture_output=True)
-    print(f"out/ is on {f'a file system of {DISK} MiB' if mounted.returncode == 0 else 'the same disk; a limit of file sizes stands for a full one'}")
+    print(f"out/ is on a file system of {DISK} MiB" if mounted.returncode == 0 else
+          "out/ is on the same disk as everything; a limit of file sizes stands for a full one")
 
 
 def main(argv: list[str]) -> int:
