@@ -5,6 +5,7 @@
     python bench.py --small --rounds 2                     tiny sizes: does it run?
     python bench.py --json results.jsonl                   also appends a JSON line per table
     python bench.py --tokenize --rounds 1                  text to token shards instead: each encoder, one process, 200 MB
+    python bench.py --checkpoint                           saving and restoring beside torch.distributed.checkpoint, two ranks
 
 Contenders, all with the same initial weights, batch, AdamW and clipping, bf16 products on fp32 masters:
 
@@ -41,6 +42,7 @@ import sys
 import tempfile
 import time
 import weakref
+import zlib
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -50,8 +52,10 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult  # not public yet
@@ -60,6 +64,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import checkpoint as checkpoints
 import corpus
 import launch
 import optim
@@ -461,6 +466,89 @@ def worker(contender: str, size: str, layout: str):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# Saving and restoring
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_ways(folder: Path, m: Model, where: launch.Place) -> tuple[dict, list[Tensor], int]:
+    """Contender -> (save, restore) of the same live tensors, these, and their bytes on this rank. Ours writes and compares
+    checksums; restoring begins with files that are not in memory. Both end a save when everything is on the disk."""
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, m)
+    state = parallel.init_state(m, grid, SEED, where.device)
+    optim.init_moments(state, "muon")
+    for kinds in state.moments.values():
+        for x in kinds.values():
+            x.normal_()
+    saver, mesh = checkpoints.Saver(folder / "ours", state, grid), init_device_mesh("cpu", (where.world,))
+    shards = {name: DTensor.from_local(x, mesh, [Shard(0)]) for name, x in saver.tensors.items()}
+    options = {"storage_writer": FileSystemWriter(folder / "dcp", overwrite=True)}
+
+    def ours_save():
+        saver.start(1, {})
+        if error := saver.wait().error:
+            raise RuntimeError(error)
+
+    def ours_restore():
+        checkpoints.load(checkpoints.directory(folder / "ours", 1), state, grid, m)
+
+    ways = {"ours": (ours_save, ours_restore), "torch.distributed.checkpoint": (
+        lambda: dcp.save(shards, **options), lambda: dcp.load(shards, storage_reader=FileSystemReader(folder / "dcp")))}
+    return ways, list(saver.tensors.values()), sum(x.nbytes for x in saver.tensors.values())
+
+
+def checkpoint_worker(folder: str, size: str, rounds: str):
+    """Takes turns and leaves what each of them took, in seconds and in seconds of CPU, in a file of this rank."""
+    where, root = launch.place(), Path(folder)
+    launch.setup(where)
+    ways, tensors, nbytes = checkpoint_ways(root, model_for(size), where)
+    sums = [zlib.crc32(x.numpy()) for x in tensors]
+    found = {f"{name} {what}": [] for name in ways for what in ("save", "restore")}
+    for r in range(int(rounds) + 1):  # the first is not counted
+        for name in list(ways)[:: 1 if r % 2 else -1]:
+            for what, action in zip(("save", "restore"), ways[name]):
+                if what == "restore":
+                    for x in tensors:
+                        x.zero_()
+                    for path in root.rglob("*.*"):
+                        with open(path) as file:
+                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                elif where.rank == 0:
+                    for path in (root / "ours", root / "dcp"):
+                        shutil.rmtree(path, ignore_errors=True)
+                dist.barrier()
+                began, cpu = time.perf_counter(), time.process_time()
+                action()
+                cpu = time.process_time() - cpu
+                dist.barrier()
+                found[f"{name} {what}"].append((time.perf_counter() - began, cpu))
+            if sums != [zlib.crc32(x.numpy()) for x in tensors]:
+                raise Failure(f"{name}: what was restored is not what was saved")
+    (root / f"found.{where.rank}.json").write_text(json.dumps({"bytes": nbytes, "turns": {k: v[1:] for k, v in found.items()}}))
+
+
+def bench_checkpoint(size: str, rounds: int, results: Path | None):
+    """Prints the table."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        command = [sys.executable, "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", "bench.py", "checkpoint-worker"]
+        subprocess.run([*command, folder, size, str(rounds)], cwd=Path(__file__).parent, check=True)
+        ranks = [json.loads((Path(folder) / f"found.{rank}.json").read_text()) for rank in range(2)]
+    total = sum(rank["bytes"] for rank in ranks)
+    print(f"{total / 1e6:,.0f} MB of masters and momentum on 2 ranks, {rounds} rounds, medians\n"
+          f"  {'':<38}{'MB/s':>8}{'CPU s':>8}  time of this / of ours")
+    median, line = statistics.median, {"bytes": total, "turns": {}}
+    for key in ranks[0]["turns"]:
+        turns = line["turns"][key] = [[rank["turns"][key][r] for rank in ranks] for r in range(rounds)]
+        seconds = [max(rank[0] for rank in turn) for turn in turns]
+        own = [max(rank[0] for rank in turn) for turn in line["turns"]["ours " + key.split()[-1]]]
+        ratios = [a / b for a, b in zip(seconds, own)]
+        print(f"  {key:<38}{total / 1e6 / median(seconds):>8,.0f}{median(sum(rank[1] for rank in turn) for turn in turns):>8.2f}"
+              f"  {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    if results:
+        with open(results, "a") as file:
+            file.write(json.dumps({"checkpoint": size, "torch": torch.__version__, **line}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # The program: starts the workers, gives each contender its turns, prints the tables
 # ------------------------------------------------------------------------------------------------------------------
 
@@ -713,6 +801,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, action="append",
                         help="nodes x ranks per node, or single; may be repeated (default: all)")
+    parser.add_argument("--checkpoint", action="store_true", help="saving and restoring instead")
     parser.add_argument("--rounds", type=positive, default=5, help="in each, every contender has one turn (default 5)")
     parser.add_argument("--steps", type=positive, default=2, help="of a turn (default 2)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, whose figures say nothing")
@@ -741,6 +830,9 @@ def main(argv: list[str]) -> int:
     alone, cores = own_loopback(), len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {cores} cores; bytes sent are {'its own' if alone else 'of all that runs here'}")
     try:
+        if args.checkpoint:
+            bench_checkpoint("moe-small" if args.small else "moe", args.rounds, args.json)
+            return 0
         for layout in args.layout or LAYOUTS:
             for kind in ("moe", "dense") if layout == "single" else ("moe",):
                 size = f"{kind}{'-small' if args.small else ''}"
@@ -767,7 +859,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
+    if sys.argv[1:2] == ["checkpoint-worker"]:
+        checkpoint_worker(*sys.argv[2:])
+    elif sys.argv[1:2] == ["worker"]:
         worker(*sys.argv[2:])
     else:
         sys.exit(main(sys.argv[1:]))
