@@ -317,7 +317,7 @@ def test_chunk_cache_in_little_memory(small, monkeypatch):
 
 def test_encoder_that_differs_is_not_trusted(small):
     encoder = tokenizer.Encoder((small[2] / "tokenizer.model").read_bytes(), VOCAB)
-    plain = encoder._plain([b"the loss"])
+    plain = tokenizer.Encoder((small[2] / "tokenizer.model").read_bytes(), VOCAB, "sentencepiece")([b"the loss"])
     encoder.trust([b"the loss"])
     assert encoder._encode == encoder._chunked and not encoder.note
     encoder.cache[b"the"] = encoder.cache[b" loss"]
