@@ -1,14 +1,17 @@
 """Text in, packed rows out: what the trainer reads, and how it came to be.
 
     python data.py prepare --data=embedded --vocab=4096 --seq_len=512 --seed=0    # prints the directory
+    python data.py tokenize --data=texts/ --vocab=32768 --out=sets/texts          # only the tokens, by all cores
     python data.py show data/rows-0123456789abcdef --row=3                        # one row, segment by segment
     python data.py verify data/rows-0123456789abcdef                              # every byte against its hash
+    python data.py verify /sets/foreign_text_document --tokenizer=their.model     # a Megatron data set as well
 
 `prepare` runs three stages. Each is a directory under --cache whose name is a hash of all that determines its
 content, so a changed input is another directory, and a finished one is never touched again:
 
-    corpus-*  documents: cleaned, counted, hashed; 1% of them, chosen by content hash, held out for validation
-    tokens-*  a SentencePiece tokenizer (given, or trained on training documents only) and one token stream per split
+    corpus-*  the embedded corpus only: prose.jsonl and code.jsonl
+    tokens-*  documents: cleaned, counted, 1% of them, chosen by content hash, held out for validation; a SentencePiece
+              tokenizer (given, or trained on training documents only); token shards in Megatron's format (shards.py)
     rows-*    the documents in seeded random order, cut into rows of seq_len tokens          <- the trainer reads this
 
 A new seq_len or seed redoes only the last. A stage is built in a temporary sibling, synced, then renamed: a reader
