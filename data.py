@@ -48,7 +48,8 @@ import numpy as np
 
 from corpus import SUFFIXES, check_numbers, check_source, describe, tokenize, tokenizer_of_texts
 from errors import ConfigError
-from order import BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights, split_tree
+from order import (BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
+                   shuffled, split_tree)
 from shards import FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, sync, token_dtype, verify_shards
 from tokenizer import KINDS, load_model, load_tokenizer
 
@@ -79,6 +80,12 @@ def document_order(n: int, seed: int, stream: int) -> np.ndarray:
     Generator.permutation these are promised to stay the same in every numpy version."""
     bits = np.random.PCG64(np.random.SeedSequence([seed, stream])).random_raw(n)
     return np.argsort(bits, kind="stable")
+
+
+def by_row(pieces: Pieces) -> Pieces:
+    """In the order of their rows; within a row as they are."""
+    order_G = np.argsort(pieces.row_G, kind="stable")
+    return Pieces(*(x[order_G] for x in pieces))
 
 
 def flow(length_N: np.ndarray, space_R: np.ndarray) -> Pieces:
@@ -131,8 +138,7 @@ def fit(length_N: np.ndarray, space_R: np.ndarray, seq_len: int) -> Pieces:
     small = flow(flowing_N, space_R)
     parts = [full, Pieces(row, long, (whole_N * seq_len)[long], rest_N[long]),
              small._replace(from_G=small.from_G + (whole_N * seq_len)[small.document_G])]
-    joined = Pieces(*map(np.concatenate, zip(*parts)))
-    return Pieces(*(x[np.argsort(joined.row_G, kind="stable")] for x in joined))
+    return by_row(Pieces(*map(np.concatenate, zip(*parts))))
 
 
 def pack_block(start_N: np.ndarray, block: int, seq_len: int, packing: str) -> Pieces:
@@ -147,7 +153,13 @@ def pack_block(start_N: np.ndarray, block: int, seq_len: int, packing: str) -> P
     length_N = np.minimum(start_N[first + 1:last + 1], end) - from_N
     space_R = np.full(-(-(end - begin) // seq_len), seq_len)
     space_R[-1] -= len(space_R) * seq_len - (end - begin)
-    pieces = fit(length_N, space_R, seq_len) if packing == "fit" else flow(length_N, space_R)
+    if packing == "fit":
+        # in random order, else the longest documents would come first; a row with space stays last
+        pieces, last_R = fit(length_N, space_R, seq_len), len(space_R) - 1
+        row_R = np.append(shuffled(np.arange(last_R), max(last_R, 1), block), last_R)
+        pieces = by_row(pieces._replace(row_G=row_R[pieces.row_G]))
+    else:
+        pieces = flow(length_N, space_R)
     skipped_N = from_N - start_N[first:last]                 # what the block before has of its documents
     return pieces._replace(document_G=pieces.document_G + first, from_G=pieces.from_G + skipped_N[pieces.document_G])
 

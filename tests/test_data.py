@@ -195,6 +195,15 @@ def test_fit_cuts_little_and_evens_costs():
     assert cut["fit"] < 0.01 < 0.2 < cut["stream"] and spread["fit"] < 1.3 < spread["stream"], (cut, spread)
 
 
+def test_the_first_rows_are_like_the_others():
+    """Rows filled by long documents do not come first, so that some rows of a corpus stand for all: held-out ones do."""
+    length_N = np.tile([700, 10, 30, 50], 1000)
+    start_N = np.append(0, np.cumsum(length_N))
+    pieces = data.pack_block(start_N, 0, 64, "fit")
+    whole_R = np.bincount(pieces.row_G[pieces.length_G == 64], minlength=data.BLOCK_ROWS)
+    assert whole_R[:300].mean() == pytest.approx(whole_R.mean(), abs=0.1) and 0.5 < whole_R.mean() < 0.95
+
+
 def test_documents_are_placed_on_the_cheapest_row_with_room():
     rng = np.random.default_rng(0)
     for _ in range(20):
