@@ -702,11 +702,11 @@ def agreed(action: Callable, grid: Grid, device: torch.device) -> tuple[object, 
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def save_interval(write_s: float, hidden_s: float, step_s: float, mtbf_s: float) -> dict[str, float]:
-    """The interval that loses least work, in seconds: sqrt(2 x cost x MTBF) (Young 1974, Daly 2006), where the cost of a save is
-    what it stalls. write_s: of a checkpoint; hidden_s: the part of a step in which the state does not change; mtbf_s: mean time
-    between failures of the job."""
-    stall = max(0.0, write_s - hidden_s)
+def save_interval(write_s: float, step_s: float, mtbf_s: float) -> dict[str, float]:
+    """The interval between saves that loses least work, in seconds: sqrt(2 x cost x MTBF) (Young 1974, Daly 2006), where the cost of
+    a save is what it stalls: chunks are released in the optimizer's order, so a write hides behind a whole step. write_s: of a
+    checkpoint; mtbf_s: mean time between failures of the job."""
+    stall = max(0.0, write_s - step_s)
     interval = max(math.sqrt(2 * stall * mtbf_s), step_s, write_s)
     return {"write_s": write_s, "stall_s": stall, "mtbf_s": mtbf_s, "interval_s": interval,
             "lost": stall / interval + (interval / 2 + write_s) / mtbf_s}

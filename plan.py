@@ -757,8 +757,7 @@ def checkpoint_of(rec: Recording, tl: Timeline, given: Given) -> dict:
     world, R = rec.grid.world.size, rec.grid.R
     total = rec.state_bytes * world // R  # replicas share the write
     mtbf = (given.mtbf_hours or 50_000 / world) * 3600
-    hidden_s = tl.step_s - tl.phases["optimizer"]
-    return {"bytes": total, **checkpoint.save_interval(total / given.file_system, hidden_s, tl.step_s, mtbf)}
+    return {"bytes": total, **checkpoint.save_interval(total / given.file_system, tl.step_s, mtbf)}
 
 
 def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, machine: str) -> dict:
