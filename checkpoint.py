@@ -82,6 +82,29 @@ def newest(root: Path) -> str:
     return str(found[-1]) if found else ""
 
 
+def find(run: str, step: int = 0, path: str = "") -> Path:
+    """The checkpoint in out/<run> of this step, or the newest (0); or the one at `path`. Raises ConfigError where there is no
+    such finished checkpoint, and names those that are there."""
+    if path:
+        if step:
+            raise ConfigError(f"--step={step} and --checkpoint={path}: give one of them")
+        if not (Path(path) / ".complete").exists():
+            raise ConfigError(f"--checkpoint={path}: not a complete checkpoint (no .complete in it); name a "
+                              "directory such as out/debug/ckpt/step-00000100")
+        return Path(path)
+    found = complete(Path("out") / run / "ckpt")
+    if not found:
+        others = sorted({p.parent.parent.parent.name for p in Path("out").glob("*/ckpt/step-*/.complete")})
+        there = f"or name a run that has one: {', '.join(others)}" if others else "no run in out/ has one"
+        raise ConfigError(f"--run={run}: no finished checkpoint in out/{run}/ckpt; train it (make train "
+                          f'ARGS="--run={run}"), {there}')
+    wanted = directory(Path("out") / run / "ckpt", step) if step else found[-1]
+    if wanted not in found:
+        steps = ", ".join(str(int(NAME.search(p.name)[1])) for p in found)
+        raise ConfigError(f"--step={step}: run {run} has no finished checkpoint of this step; use one of {steps}")
+    return wanted
+
+
 def remove_unfinished(root: Path):
     """What a crash in the middle of saving has left; call it with the run locked."""
     for tmp in root.glob(".tmp-step-*"):

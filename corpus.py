@@ -458,7 +458,7 @@ def train_tokenizer(lines, vocab: int) -> bytes:
     return model.getvalue()
 
 
-def _wire(message: bytes):
+def wire(message: bytes):
     """Yields (field number, raw value) of a protobuf message: enough to look into a .model without protobuf."""
     at = 0
 
@@ -486,9 +486,9 @@ def tokenizer_hash(model: bytes) -> str:
     the model type (3), the side spaces attach to (24) and byte fallback (35). Not over the bytes:
     they hold paths and the trainer's thread count."""
     h = hashlib.sha256()
-    for field, value in _wire(model):
+    for field, value in wire(model):
         if field == 2:
-            parts = [part for inner, part in _wire(value) if inner in (3, 24, 35)]
+            parts = [part for inner, part in wire(value) if inner in (3, 24, 35)]
         else:
             parts = [value] if field in (1, 3, 5) else []
         for part in parts:

@@ -79,30 +79,8 @@ class Run(NamedTuple):
     m: Model
 
 
-def find_checkpoint(s: Settings) -> Path:
-    """Raises ConfigError where there is no such finished checkpoint, and names those that are there."""
-    if s.checkpoint:
-        if s.step:
-            raise ConfigError(f"--step={s.step} and --checkpoint={s.checkpoint}: give one of them")
-        if not (Path(s.checkpoint) / ".complete").exists():
-            raise ConfigError(f"--checkpoint={s.checkpoint}: not a complete checkpoint (no .complete in it); name a "
-                              "directory such as out/debug/ckpt/step-00000100")
-        return Path(s.checkpoint)
-    found = checkpoint.complete(Path("out") / s.run / "ckpt")
-    if not found:
-        others = sorted({p.parent.parent.parent.name for p in Path("out").glob("*/ckpt/step-*/.complete")})
-        there = f"or name a run that has one: {', '.join(others)}" if others else "no run in out/ has one"
-        raise ConfigError(f"--run={s.run}: no finished checkpoint in out/{s.run}/ckpt; train it (make train "
-                          f'ARGS="--run={s.run}"), {there}')
-    wanted = checkpoint.directory(Path("out") / s.run / "ckpt", s.step) if s.step else found[-1]
-    if wanted not in found:
-        steps = ", ".join(str(int(checkpoint.NAME.search(p.name)[1])) for p in found)
-        raise ConfigError(f"--step={s.step}: run {s.run} has no finished checkpoint of this step; use one of {steps}")
-    return wanted
-
-
 def open_run(s: Settings, device: torch.device) -> Run:
-    path = find_checkpoint(s)
+    path = checkpoint.find(s.run, s.step, s.checkpoint)
     manifest = checkpoint.read_manifest(path)
     known = {f.name for f in dataclasses.fields(train.Hyperparameters)}
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})

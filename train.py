@@ -103,6 +103,7 @@ class Hyperparameters:
     expert_width: int = 0
     vocab: int = 0
     rope_every: int = 0  # RoPE on every n-th layer
+    rope_theta: float = 0.0  # base of its wavelengths
     shared_experts: int = 0  # 1: an expert that every token passes
     max_per_group: int = 0  # experts of a group that a token may use; top_k / groups makes the load even
     router: str = ""  # softmax | sigmoid; empty: the size's
@@ -111,7 +112,7 @@ class Hyperparameters:
 # A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
 FIXED = ("seed", "optimizer")
 MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
-                "vocab", "rope_every", "shared_experts", "max_per_group", "router", "seq_len")
+                "vocab", "rope_every", "rope_theta", "shared_experts", "max_per_group", "router", "seq_len")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -386,10 +387,10 @@ def transport_of(hp: Hyperparameters) -> Transport:
 def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
     """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly."""
     was = found["settings"]
-    pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step")}
+    pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step") if name in was}  # of an imported one: few
     defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
     pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
-    if found["fingerprint"] != fingerprint:
+    if found["fingerprint"] not in (None, fingerprint):  # None: an imported model, which any data may go on with
         pairs |= {name: (was[name], getattr(hp, name)) for name in ("data", "tokenizer")}
         pairs["fingerprint of the data"] = (found["fingerprint"][:12], fingerprint[:12])
     different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
@@ -397,8 +398,8 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str,
         raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}); set it as it was, "
                           f"or start another run with --run=NAME (this one: --run={hp.run})")
     for name, value in asdict(hp).items():
-        if was.get(name) != value and name not in ("resume", "stop_at"):
-            log(f"resumed with another --{name}: {was.get(name)} -> {value}")
+        if name in was and was[name] != value and name not in ("resume", "stop_at"):
+            log(f"resumed with another --{name}: {was[name]} -> {value}")
 
 
 # ------------------------------------------------------------------------------------------------------------------
