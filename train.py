@@ -37,7 +37,7 @@ import launch
 import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, rope_cache, uses_rope)
-from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_report, label, make_inputs, offloaded_layers, peak_memory,
+from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs, offloaded_layers, peak_memory,
                      record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
@@ -90,6 +90,7 @@ class Hyperparameters:
     val_rows: int = 32  # held-out rows that are measured: always the first ones
     ckpt_every: int = 100  # steps between checkpoints (and one at the end); 0: only at the end
     ckpt_keep: int = 2  # newest checkpoints that stay; 0: all
+    eval_ckpt: bool = False  # eval.py loss on finished checkpoints, in the background on a CPU; one that comes too soon is left out
     wandb: str = "auto"  # auto: online if logged in, else offline | off
     # the model, where it should differ from the size; 0: the size's
     layers: int = 0
@@ -407,12 +408,16 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str,
 # ------------------------------------------------------------------------------------------------------------------
 
 
+EVALUATION_S = 600  # how long a finished run waits for its last evaluation (eval_ckpt)
+
+
 class Output:
     """Rank 0's files in out/<run>/ and the console; on other ranks every method does nothing."""
 
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+        self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -476,6 +481,37 @@ class Output:
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
+
+    def evaluate(self, path: Path, m: Model):
+        """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
+        if not self.active or not self.hp.eval_ckpt:
+            return
+        needed = 8 * count_params(m)[0]  # one process holds masters and weights
+        if needed > host_memory()[0] / 4:
+            self.log(f"--eval_ckpt: not done, one process would need {needed / GIB:.1f} GiB beside the training; use eval.py on several ranks")
+            return
+        self.unevaluated = path
+        self.start_evaluation()
+
+    def start_evaluation(self):
+        if self.unevaluated and (self.evaluation is None or self.evaluation.poll() is not None):
+            argv = [sys.executable, Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
+            self.evaluation, self.unevaluated = launch.background(argv, self.path / "eval.log"), None
+
+    def finish_evaluation(self, wait_s: float):
+        """Waits so long for the last checkpoint's evaluation; then it is ended."""
+        until = time.monotonic() + wait_s
+        while self.evaluation:
+            try:
+                code = self.evaluation.wait(max(0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.evaluation.kill()
+                code = self.evaluation.wait()
+            if code:
+                self.log(f"warning: an evaluation ended with code {code}; {self.path / 'eval.log'} says more")
+            self.evaluation = None
+            if time.monotonic() < until:
+                self.start_evaluation()
 
     def close(self):
         if self.wandb:
@@ -641,6 +677,7 @@ def main(argv: list[str]) -> int:
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
     stopped = train(Run(hp, m, grid, transport, device, rows, held_out, out), state, step, last, launch.StopRequest())
     out.log(ledger(), console=False)
+    out.finish_evaluation(0 if stopped else EVALUATION_S)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
@@ -700,6 +737,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             out.progress(step, "checkpoint")
             copies.finish()
             checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
+            out.evaluate(checkpoint.directory(out.path / "ckpt", step), m)
         if ending:
             out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
                     + (f"; stopped by {stop.requested or 'another rank'}, run again (--resume=auto) to go on" if requested else ""))
