@@ -357,7 +357,9 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
     the directory exists or cannot be written."""
     files = tokenizer_files(tokenizer)
     masters, wide = Masters(path), getattr(torch, dtype)
-    m, eos = masters.m, sentencepiece.SentencePieceProcessor(model_proto=tokenizer).eos_id()
+    m, tok = masters.m, sentencepiece.SentencePieceProcessor(model_proto=tokenizer)
+    eos = tok.eos_id()
+    no_text = [i for i in range(m.vocab) if i != eos and (i >= tok.vocab_size() or tok.is_control(i) or tok.is_unknown(i))]
     kind = choose_architecture(architecture, m, bool(masters.bias_LX.any()))
     shapes = tensor_shapes(m, kind)
     size = sum(math.prod(shape) * stored_dtype(name, wide).itemsize for name, shape in shapes.items())
@@ -373,7 +375,7 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
             index = {"metadata": {"total_size": size}, "weight_map": where}
             files["model.safetensors.index.json"] = json.dumps(index, indent=1, sort_keys=True)
         files["config.json"] = json.dumps(config_of(m, kind, eos, dtype), indent=1)
-        files["generation_config.json"] = json.dumps({"eos_token_id": eos, "pad_token_id": eos}, indent=1)
+        files["generation_config.json"] = json.dumps({"eos_token_id": eos, "pad_token_id": eos, "suppress_tokens": no_text}, indent=1)
         if kind == "nano1t":
             files[OWN_CODE.name] = OWN_CODE.read_text()
         for name, content in files.items():
@@ -507,9 +509,8 @@ class Directory:
     of another shape than config.json says, or a file is damaged."""
 
     def __init__(self, path: Path):
-        self.path, config = path, self.read_json(path / "config.json")
-        self.kind, self.m = model_of_config(config, path / "config.json")
-        self.config = config
+        self.path = path
+        self.kind, self.m = model_of_config(self.read_json(path / "config.json"), path / "config.json")
         if (path / "model.safetensors.index.json").is_file():
             self.where = self.read_json(path / "model.safetensors.index.json").get("weight_map", {})
         else:
@@ -621,10 +622,13 @@ def write_rank_file(source: Directory, folder: Path, rank: int, ranks: int, opti
     checkpoint.write_synced(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": digest}))
 
 
+ZEROS = 1 << 22  # values written at a time
+
+
 def zeros(count: int) -> Iterator[Tensor]:
     """So many zeros, some at a time."""
-    some = torch.zeros(min(count, 1 << 22))
-    for start in range(0, count, 1 << 22):
+    some = torch.zeros(min(count, ZEROS))
+    for start in range(0, count, ZEROS):
         yield some[: count - start]
 
 
