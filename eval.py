@@ -314,10 +314,11 @@ def compare(s: LossSettings, run: Run, path: Path, mean: float, keys: np.ndarray
     rows, n_held_out, step = data.Rows(path, "train"), len(data.Rows(path, "val")), run.manifest["step"]
     seen = step * run.hp.rows_per_step
     positions = min(seen, max(s.fit_tokens // rows.seq_len, 1))
-    tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab)
+    # an imported model has seen nothing here yet
+    tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab) if positions else {}
     n_bytes = int(corpus.token_bytes(corpus.load_tokenizer(path))[keys % rows.vocab].sum())
     nats = {"model": mean}
-    for name in ("bigram", "unigram"):
+    for name in reversed(tables):
         nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
     nats["chance"] = math.log(rows.vocab)
     return {
@@ -505,18 +506,20 @@ def through_export(s: LossSettings, run: Run, rows: Path, device: torch.device) 
     afterwards. rows: the prepared data, for their tokenizer."""
     with tempfile.TemporaryDirectory(prefix=".tasks-", dir=run.path.resolve().parent.parent) as tmp:
         model, out = Path(tmp) / "model", Path(tmp) / "scores.json"
-        export.export_checkpoint(run.path, model, (rows / "tokenizer.model").read_bytes(), run.hp.dtype, setting=f"--tasks={s.tasks}")
-        done = subprocess.run([sys.executable, __file__, "harness", f"--model={model}", f"--tasks={s.tasks}", f"--limit={s.limit}",
-                               f"--batch={s.batch}", f"--out={out}"], env=launch.without_ranks(), stdout=sys.stderr)
+        tokenizer = (rows / "tokenizer.model").read_bytes()
+        export.export_checkpoint(run.path, model, tokenizer, run.hp.dtype, setting=f"--tasks={s.tasks}")
+        argv = [f"--model={model}", f"--tasks={s.tasks}", f"--limit={s.limit}", f"--batch={s.batch}", f"--out={out}"]
+        done = subprocess.run([sys.executable, __file__, "harness", *argv], env=launch.without_ranks(), stdout=sys.stderr)
         if done.returncode:
-            raise ConfigError(f"--tasks={s.tasks}: lm-eval ended with code {done.returncode}, its reason is above; the loss above is right")
+            raise ConfigError(f"--tasks={s.tasks}: lm-eval ended with code {done.returncode}, its reason is above")
         return json.loads(out.read_text())
 
 
 def harness(argv: list[str]) -> int:
     s = train.parse(argv, HarnessSettings)
     if not (Path(s.model) / "config.json").is_file() or not s.tasks:
-        raise ConfigError(f"--model={s.model} --tasks={s.tasks}: give a directory with a config.json, such as export.py writes, and tasks")
+        raise ConfigError(f"--model={s.model} --tasks={s.tasks}: give a directory with a config.json, such as export.py writes, "
+                          "and tasks")
     check_tasks(s.tasks)
     model, out, folder = Path(s.model).resolve(), Path(s.out).resolve(), Path(s.tasks).resolve()
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
@@ -536,7 +539,8 @@ def harness(argv: list[str]) -> int:
     trusted = own.is_file() and own.read_bytes() == export.OWN_CODE.read_bytes()
     results = simple_evaluate(
         model="hf", model_args={"pretrained": str(model), "dtype": s.dtype, "trust_remote_code": trusted}, tasks=names,
-        task_manager=manager, limit=s.limit or None, batch_size=s.batch, device=str(launch.place().device), log_samples=False)["results"]
+        task_manager=manager, limit=s.limit or None, batch_size=s.batch, device=str(launch.place().device),
+        log_samples=False)["results"]
     scores = {task: {metric.removesuffix(",none"): value for metric, value in found.items() if isinstance(value, float)}
               for task, found in results.items()}
     if s.out:
@@ -589,14 +593,14 @@ def task(argv: list[str]) -> int:
     rng = np.random.Generator(np.random.PCG64(s.seed))
     lines = [json.dumps(q) for q in questions(found, s.questions, s.choices, rng)]
     if not lines:
-        raise ConfigError(f"--context={s.context} --length={s.length}: the held-out documents have fewer than {s.choices} with so many "
-                          "tokens; lower them")
+        raise ConfigError(f"--context={s.context} --length={s.length}: the held-out documents have fewer than {s.choices} with "
+                          "so many tokens; lower them")
     out, name = Path(s.out) if s.out else run.path.resolve().parent.parent / "tasks", "continuation"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     (out / f"{name}.yaml").write_text(TASK.format(name=name, choices=s.choices))
-    print(f"{out}: {len(lines)} questions with {s.choices} choices from {len({p.document for p in found})} held-out documents; measure them "
-          f"with make eval ARGS='--run={s.run} --tasks={out}'")
+    print(f"{out}: {len(lines)} questions with {s.choices} choices from {len({p.document for p in found})} held-out documents; "
+          f"measure them with make eval ARGS='--run={s.run} --tasks={out}'")
     return launch.EXIT_OK
 
 
@@ -618,7 +622,8 @@ def passages(rows: data.Rows, tok, context: int, length: int) -> list[Passage]:
             ids, at = row.tokens_S[first:end], context
             while at + length < len(ids):  # the last token ends the document
                 if begins[ids[at]] and not tok.decode(ids[at - 1 : at].tolist()).isspace():
-                    found.append(Passage(document, tok.decode(ids[at - context : at].tolist()), tok.decode(ids[at : at + length].tolist())))
+                    shown, next_ids = ids[at - context : at].tolist(), ids[at : at + length].tolist()
+                    found.append(Passage(document, tok.decode(shown), tok.decode(next_ids)))
                     at += context
                 at += 1
         continues = row.targets_S[-1] >= 0

@@ -80,8 +80,8 @@ CLASSES = {"qwen3_moe": "Qwen3MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
 OWN_CODE = Path(__file__).with_name("modeling_nano1t.py")
 
 LAYER_NAMES = {  # short name of a parameter -> its name inside model.layers.<i>; experts: inside mlp.experts.<x>
-    "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight", "v": "self_attn.v_proj.weight", "o": "self_attn.o_proj.weight",
-    "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
+    "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight", "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
     "attn_norm": "input_layernorm.weight", "moe_norm": "post_attention_layernorm.weight",
     "gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight",
     "shared_gate": "mlp.shared_experts.gate_proj.weight", "shared_up": "mlp.shared_experts.up_proj.weight",
@@ -94,8 +94,8 @@ ROUTER_NAMES = {  # the selection bias is a parameter here
     "nano1t": {"router": "mlp.router.weight", "bias": "mlp.router.selection_bias"},
 }
 
-COMMON = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-          "head_dim": "head_dim", "vocab": "vocab_size", "seq_len": "max_position_embeddings"}
+COMMON = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+          "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "vocab": "vocab_size", "seq_len": "max_position_embeddings"}
 CONFIG_NAMES = {  # field of Model -> key of config.json; RoPE's are apart
     "qwen3_moe": COMMON | {"experts": "num_experts", "top_k": "num_experts_per_tok", "expert_width": "moe_intermediate_size"},
     "glm4_moe": COMMON | {"experts": "n_routed_experts", "top_k": "num_experts_per_tok", "expert_width": "moe_intermediate_size"},
@@ -143,7 +143,8 @@ def choose_architecture(wanted: str, m: Model, biased: bool) -> str:
     if wanted not in CLASSES:
         raise ConfigError(f"--architecture={wanted}: unknown; use auto or one of {', '.join(CLASSES)}")
     if reason := misfit(wanted, m, biased):
-        raise ConfigError(f"--architecture={wanted}: would run another model, since this one has {reason}; use --architecture=auto")
+        raise ConfigError(f"--architecture={wanted}: would run another model, since this one has {reason}; use "
+                          "--architecture=auto")
     return wanted
 
 
@@ -206,8 +207,8 @@ def model_of_config(config: dict, where: Path) -> tuple[str, Model]:
         fields["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if kind == "glm4_moe" else 1.0))
         if fields["rope_theta"] is None or rope.get("rope_type", rope.get("type", "default")) != "default" or part != 1.0:
-            raise ConfigError(f"{where}: RoPE is {rope or 'not given'}, on {part:g} of each head; only plain RoPE on whole heads can be "
-                              "imported")
+            raise ConfigError(f"{where}: RoPE is {rope or 'not given'}, on {part:g} of each head; only plain RoPE on whole heads "
+                              "can be imported")
     try:
         return kind, model_of("debug", **fields)
     except ConfigError as error:
@@ -252,14 +253,15 @@ def new_directory(final: Path, setting: str, needed: int) -> Iterator[Path]:
         shutil.rmtree(tmp, ignore_errors=True)  # what a killed one has left
         tmp.mkdir()
         if (free := shutil.disk_usage(tmp).free) < needed:
-            raise ConfigError(f"{setting}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} are free; free some, or write to another place")
+            raise ConfigError(f"{setting}: {needed / 1e9:.2f} GB are needed, {free / 1e9:.2f} are free; free some, or write to "
+                              "another place")
         yield tmp
         checkpoint.sync(tmp)
         tmp.rename(final)
         checkpoint.sync(final.parent)
     except OSError as error:
-        raise ConfigError(f"{setting}: not written, {error.filename or tmp}: {error.strerror or error}; free space or write to another "
-                          "place, then start again") from None
+        raise ConfigError(f"{setting}: not written, {error.filename or tmp}: {error.strerror or error}; free space or write to "
+                          "another place, then start again") from None
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 
@@ -349,8 +351,8 @@ def plan_shards(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, limit: f
     return shards
 
 
-def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfloat16", architecture: str = "auto", shard_gb: float = 5.0,
-                      setting: str = "--out") -> str:
+def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfloat16", architecture: str = "auto",
+                      shard_gb: float = 5.0, setting: str = "--out") -> str:
     """Writes a checkpoint as a directory that `transformers` loads; returns the architecture.
 
     tokenizer: a serialized SentencePiece model. Raises ConfigError where the architecture or the tokenizer does not fit, or
@@ -369,13 +371,15 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
         for i, names in enumerate(shards):
             file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
             entries = [(their_name(name, kind), stored_dtype(name, wide), shapes[name]) for name in names]
-            sums[file] = write_safetensors(tmp / file, entries, (masters.read(name).to(stored_dtype(name, wide)) for name in names), progress)
+            values = (masters.read(name).to(stored_dtype(name, wide)) for name in names)
+            sums[file] = write_safetensors(tmp / file, entries, values, progress)
             where |= {name: file for name, *_ in entries}
         if len(shards) > 1:
             index = {"metadata": {"total_size": size}, "weight_map": where}
             files["model.safetensors.index.json"] = json.dumps(index, indent=1, sort_keys=True)
         files["config.json"] = json.dumps(config_of(m, kind, eos, dtype), indent=1)
-        files["generation_config.json"] = json.dumps({"eos_token_id": eos, "pad_token_id": eos, "suppress_tokens": no_text}, indent=1)
+        generation = {"eos_token_id": eos, "pad_token_id": eos, "suppress_tokens": no_text}
+        files["generation_config.json"] = json.dumps(generation, indent=1)
         if kind == "nano1t":
             files[OWN_CODE.name] = OWN_CODE.read_text()
         for name, content in files.items():
@@ -397,14 +401,17 @@ def run_tokenizer(manifest: dict, moved_data: str, moved_tokenizer: str, path: P
 
     Raises ConfigError where those are not the run's."""
     s = manifest["settings"]
-    source, tokenizer = moved_data or s["data"], moved_tokenizer or s["tokenizer"]
-    if manifest["fingerprint"] is None and tokenizer:  # imported, and not trained since
-        return Path(tokenizer).read_bytes()
+    source, tokenizer = moved_data or s.get("data", "embedded"), moved_tokenizer or s.get("tokenizer", "")
     corpus.check_source(source, tokenizer)
+    if manifest["fingerprint"] is None:  # imported, and not trained since
+        if not tokenizer:
+            raise ConfigError(f"--tokenizer=: {path} was imported without one; give the SentencePiece model that it was trained "
+                              "with")
+        return Path(tokenizer).read_bytes()
     rows = data.prepare(source, s["vocab"], s["seq_len"], s["seed"], tokenizer, log=lambda line: print(line, file=sys.stderr))
     if data.Rows(rows, "val").fingerprint != manifest["fingerprint"]:
-        raise ConfigError(f"--data={source}: not what {path} was trained on, so its tokenizer may be another; restore those files, or give "
-                          "their place with --data=PATH and --tokenizer=PATH")
+        raise ConfigError(f"--data={source}: not what {path} was trained on, so its tokenizer may be another; restore "
+                          "those files, or give their place with --data=PATH and --tokenizer=PATH")
     return (rows / "tokenizer.model").read_bytes()
 
 
@@ -449,22 +456,26 @@ def tokenizer_files(model: bytes) -> dict[str, str | bytes]:
     normal = {texts[i] for _, i in best_first}
     merges = [[texts[i][:cut], texts[i][cut:]] for _, i in best_first for cut in range(1, len(texts[i]))
               if texts[i][:cut] in normal and texts[i][cut:] in normal]
-    added = [{"id": i, "content": texts[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-              "special": kind != USER_DEFINED} for i, (_, _, kind) in enumerate(found) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": i, "content": texts[i], "special": kind != USER_DEFINED, **plain}
+             for i, (_, _, kind) in enumerate(found) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     prefix = tok.encode("a", out_type=str)[0].startswith(corpus.SPACE)
     exact = not prefix and all(tok.is_byte(tok.piece_to_id(f"<0x{b:02X}>")) for b in corpus.SPACE.encode())
     before = [{"type": "Prepend", "prepend": " "}] if prefix else []
     before += [] if exact else [{"type": "Replace", "pattern": {"String": corpus.SPACE}, "content": " "}]
-    after = [{"type": "ByteFallback"}, {"type": "Fuse"}] + ([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else [])
+    after = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    after += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unk, eos = tok.id_to_piece(tok.unk_id()), tok.id_to_piece(tok.eos_id())
     fast = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
             "normalizer": {"type": "Sequence", "normalizers": before} if before else None,
             "pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Sequence", "decoders": after},
-            "model": {"type": "BPE", "dropout": None, "unk_token": unk, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                      "fuse_unk": True, "byte_fallback": any(kind == BYTE for _, _, kind in found), "ignore_merges": False,
+            "model": {"type": "BPE", "dropout": None, "unk_token": unk, "fuse_unk": True, "ignore_merges": False,
+                      "continuing_subword_prefix": None, "end_of_word_suffix": None,
+                      "byte_fallback": any(kind == BYTE for _, _, kind in found),
                       "vocab": {text: i for i, text in enumerate(texts)}, "merges": merges}}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unk, "eos_token": eos, "pad_token": eos, "bos_token": None,
-              "split_special_tokens": True, "clean_up_tokenization_spaces": False, "model_max_length": int(1e30)}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": unk, "eos_token": eos, "pad_token": eos,
+              "bos_token": None, "split_special_tokens": True, "clean_up_tokenization_spaces": False,
+              "model_max_length": int(1e30)}
     return {"tokenizer.json": json.dumps(fast, ensure_ascii=False), "tokenizer_config.json": json.dumps(config, indent=1),
             "tokenizer.model": model}
 
@@ -495,8 +506,8 @@ def check_kind(model: bytes, kinds: set[int]):
                 "it puts a space before the text and has user-defined pieces": prefix and USER_DEFINED in kinds,
                 "it has unused pieces": kinds - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE}}
     if reasons := [reason for reason, holds in problems.items() if holds]:
-        raise ConfigError(f"the run's tokenizer cannot be exported: {'; '.join(reasons)}. The ids would differ; tokenizers that train.py "
-                          "trains, and other BPE models with identity normalisation, can")
+        raise ConfigError(f"the run's tokenizer cannot be exported: {'; '.join(reasons)}. The ids would differ; tokenizers that "
+                          "train.py trains, and other BPE models with identity normalisation, can")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -522,7 +533,8 @@ class Directory:
         try:
             return json.loads(file.read_text())
         except FileNotFoundError:
-            raise ConfigError(f"--source={self.path}: has no {file.name}; give a directory with config.json and .safetensors files") from None
+            raise ConfigError(f"--source={self.path}: has no {file.name}; give a directory with config.json and .safetensors "
+                              "files") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from None
 
@@ -535,10 +547,11 @@ class Directory:
     def check_tensors(self):
         there = {name for file in self.files.values() for name in file.keys()}
         expected = {their_name(name, self.kind): shape for name, shape in tensor_shapes(self.m, self.kind).items()}
-        for what, names in {"lacks": expected.keys() - (there & self.where.keys()), "has, beyond its config.json,": there - expected.keys()}.items():
+        for what, names in (("lacks", expected.keys() - (there & self.where.keys())),
+                            ("has, beyond its config.json,", there - expected.keys())):
             if names:
-                some = sorted(names)
-                raise ConfigError(f"{self.path} {what} {len(some)} tensors: {', '.join(some[:3])}{' ...' if len(some) > 3 else ''}")
+                some = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
+                raise ConfigError(f"{self.path} {what} {len(names)} tensors: {some}")
         for name, shape in expected.items():
             found = self.files[self.where[name]].get_slice(name)
             if tuple(found.get_shape()) != shape:
@@ -556,7 +569,8 @@ class Directory:
         progress = Progress("checking", sum(sizes.values()))
         for name, digest in listed.items():
             if not (self.path / name).is_file() or checkpoint.checksum(self.path / name) != digest:
-                raise ConfigError(f"{self.path / name} is missing or damaged (its checksum is not the one in SHA256SUMS); copy it again")
+                raise ConfigError(f"{self.path / name} is missing or damaged (its checksum is not the one in SHA256SUMS); copy "
+                                  "it again")
             progress.add(sizes[name])
         return True
 
@@ -578,9 +592,8 @@ def import_directory(source: Directory, final: Path, optimizer: str, setting: st
 
     It is what `expert-parallel by columns` ranks would have written (grid 1 x N x 1), so any grid loads it."""
     m = source.m
-    moments = [len(optim.MOMENTS[optim.kind_of(b, optimizer)]) * math.prod(b.owned) * (m.experts if b.rule.owner == "expert" else 1)
-               for b in make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False)).values()]
-    size = 4 * (sum(map(math.prod, param_shapes(m).values())) + sum(moments))
+    buckets = make_buckets(m, make_grid(0, 1, 1, 1, m, connect=False)).values()
+    size = 4 * sum(math.prod(b.owned) * (1 + len(optim.MOMENTS[optim.kind_of(b, optimizer)])) for b in buckets)
     ranks = next((n for n in range(1, m.experts + 1) if m.experts % n == 0 and size / n <= RANK_FILE_BYTES), m.experts)
     with new_directory(final, setting, size) as tmp:
         step = tmp / "ckpt" / ".tmp-step-00000000"
@@ -670,7 +683,8 @@ def check(argv: list[str]) -> int:
         raise ConfigError("--source=: give the directory to check")
     source = Directory(Path(s.source))
     checked = "every file has its checksum" if source.verify() else "no SHA256SUMS, so the bytes were not checked"
-    print(f"{s.source}: {CLASSES[source.kind]}, {len(source.where):,} tensors in {len(source.files)} files as config.json says; {checked}")
+    print(f"{s.source}: {CLASSES[source.kind]}, {len(source.where):,} tensors in {len(source.files)} files as config.json says; "
+          f"{checked}")
     return launch.EXIT_OK
 
 

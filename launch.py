@@ -196,7 +196,8 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_threshold, 2**30)
 
 
-RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+             "MASTER_PORT")
 
 
 def without_ranks() -> dict[str, str]:

@@ -3,9 +3,9 @@
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
 A decoder-only Mixture-of-Experts transformer. What others do not have: the router takes at most `max_per_group` experts of
-each group of consecutive experts, then the best `experts_per_token` of those (MoGE, Tang et al. 2025), and only every `rope_every`-th
-layer has RoPE; the others see positions through the causal mask alone. A server that took the router for plain top-k
-would run another model, so the architecture, the settings and the router's tensors have names of their own.
+each group of consecutive experts, then the best `experts_per_token` of those (MoGE, Tang et al. 2025), and only every
+`rope_every`-th layer has RoPE; the others see positions through the causal mask alone. A server that took the router for
+plain top-k would run another model, so the architecture, the settings and the router's tensors have names of their own.
 
 Shape suffixes: B rows, T tokens, L positions in the cache and now, D width, H heads, K head dimension, N = B * T,
 X experts, k chosen experts.
@@ -26,9 +26,10 @@ class Nano1tConfig(PretrainedConfig):
     model_type = "nano1t"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
 
-    def __init__(self, vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                 max_position_embeddings=512, theta=1e4, rope_every=2, experts=16, experts_per_token=4, groups=4, max_per_group=1, expert_width=128,
-                 shared_experts=0, router="softmax", rms_norm_eps=1e-6, use_cache=True, **others):
+    def __init__(self, vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+                 head_dim=64, max_position_embeddings=512, theta=1e4, rope_every=2, experts=16, experts_per_token=4, groups=4,
+                 max_per_group=1, expert_width=128, shared_experts=0, router="softmax", rms_norm_eps=1e-6, use_cache=True,
+                 **others):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
         self.num_attention_heads, self.num_key_value_heads, self.head_dim = num_attention_heads, num_key_value_heads, head_dim
         self.max_position_embeddings, self.theta, self.rope_every = max_position_embeddings, theta, rope_every
@@ -187,8 +188,8 @@ class Nano1tForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
-                use_cache=None, logits_to_keep=0, cache=None, return_dict=None, **_):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+                labels=None, use_cache=None, logits_to_keep=0, cache=None, return_dict=None, **_):
         x_BTD = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -203,7 +204,7 @@ class Nano1tForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(self.model.norm(x_BTD[:, keep]))
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten().to(logits.device), ignore_index=-100)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
         out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return out if return_dict is not False else out.to_tuple()
 

@@ -37,8 +37,8 @@ import launch
 import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, rope_cache, uses_rope)
-from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs, offloaded_layers, peak_memory,
-                     record_hosts, resident)
+from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
+                     offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       start_refresh, together)
@@ -90,7 +90,7 @@ class Hyperparameters:
     val_rows: int = 32  # held-out rows that are measured: always the first ones
     ckpt_every: int = 100  # steps between checkpoints (and one at the end); 0: only at the end
     ckpt_keep: int = 2  # newest checkpoints that stay; 0: all
-    eval_ckpt: bool = False  # eval.py loss on finished checkpoints, in the background on a CPU; one that comes too soon is left out
+    eval_ckpt: bool = False  # eval.py loss on finished checkpoints, in the background, on a CPU; a slow one leaves some out
     wandb: str = "auto"  # auto: online if logged in, else offline | off
     # the model, where it should differ from the size; 0: the size's
     layers: int = 0
@@ -488,15 +488,16 @@ class Output:
             return
         needed = 8 * count_params(m)[0]  # one process holds masters and weights
         if needed > host_memory()[0] / 4:
-            self.log(f"--eval_ckpt: not done, one process would need {needed / GIB:.1f} GiB beside the training; use eval.py on several ranks")
+            self.log(f"--eval_ckpt=True: not done, one process would need {needed / GIB:.1f} GiB beside the training; use "
+                     "eval.py on several ranks")
             return
         self.unevaluated = path
         self.start_evaluation()
 
     def start_evaluation(self):
         if self.unevaluated and (self.evaluation is None or self.evaluation.poll() is not None):
-            argv = [sys.executable, Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
-            self.evaluation, self.unevaluated = launch.background(argv, self.path / "eval.log"), None
+            argv = [Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
+            self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
 
     def finish_evaluation(self, wait_s: float):
         """Waits so long for the last checkpoint's evaluation; then it is ended."""

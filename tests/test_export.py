@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import resource
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -31,8 +29,8 @@ from model import ConfigError, Model, model_of
 from parallel import Transport, init_state, make_grid, pieces
 
 ROOT = Path(__file__).parent.parent
-SIZES = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--experts=8", "--vocab=300",
-         "--seq_len=64", "--data=text", "--wandb=off", "--steps=3", "--warmup=1", "--val_every=0"]
+SIZES = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--experts=8",
+         "--vocab=300", "--seq_len=64", "--data=text", "--wandb=off", "--steps=3", "--warmup=1", "--val_every=0"]
 KINDS = {  # run -> its settings; the name is the architecture that fits
     "qwen3_moe": ["--rope_every=1", "--max_per_group=2", "--rope_theta=20000"],
     "glm4_moe": ["--rope_every=1", "--groups=1", "--router=sigmoid", "--shared_experts=1", "--eval_ckpt=True"],
@@ -57,8 +55,12 @@ def start(cwd: Path, *command, code=0) -> subprocess.CompletedProcess:
     return done
 
 
-IN_ONE_PROCESS = ("import sys, json, {0}\nimport torch.distributed as dist\n"
-                  "for argv in json.loads(sys.argv[1]):\n    {0}.main(argv)\n    dist.destroy_process_group()\n")
+def start_all(cwd: Path, *calls: list[str]) -> str:
+    """What programs of the project print that run in one process after each other, since starting takes most of the time."""
+    script = ("import sys, json, importlib\nimport torch.distributed as dist\n"
+              "for name, *argv in json.loads(sys.argv[1]):\n    importlib.import_module(name).main(argv)\n"
+              "    print('=====', flush=True)\n    dist.destroy_process_group()\n")
+    return start(cwd, "-c", script, json.dumps(calls)).stdout
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +74,9 @@ def trained(tmp_path_factory) -> Path:
             picked = rng.integers(len(words), size=rng.integers(8, 60))
             text = " ".join(words[(i * i) % len(words)] + ("\n" if i % 7 == 0 else "") for i in picked)
             f.write(json.dumps({"text": text}) + "\n")
-    calls = [[f"--run={run}", *SIZES, *KINDS[run]] for run in ("qwen3_moe", "glm4_moe")]
-    start(cwd, "-c", IN_ONE_PROCESS.format("train"), json.dumps(calls))
-    start(cwd, ROOT / "launch.py", "--nodes", 2, "--ranks-per-node", 2, "--", ROOT / "train.py", "--run=nano1t", *SIZES, *KINDS["nano1t"])
+    start_all(cwd, *(["train", f"--run={run}", *SIZES, *KINDS[run]] for run in ("qwen3_moe", "glm4_moe")))
+    four = ROOT / "launch.py", "--nodes", 2, "--ranks-per-node", 2, "--"
+    start(cwd, *four, ROOT / "train.py", "--run=nano1t", *SIZES, *KINDS["nano1t"])
     for run in KINDS:
         manifest, m, grid, state = whole(cwd / "out" / run / "ckpt" / "step-00000003")
         if m.router == "sigmoid":
@@ -150,15 +152,18 @@ def test_production_sizes_go_out_with_code_of_our_own():
 
 def test_names_are_those_of_the_architectures():
     m = model_of("debug", layers=1, experts=4, groups=1, shared_experts=1, router="sigmoid", rope_every=1)
-    layer = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "self_attn.q_proj", "self_attn.k_proj",
-             "self_attn.v_proj", "self_attn.o_proj", *(f"mlp.experts.{x}.{p}_proj" for x in range(4) for p in ("gate", "up", "down"))}
+    layer = {"input_layernorm", "post_attention_layernorm", *(f"self_attn.{x}_norm" for x in "qk"),
+             *(f"self_attn.{x}_proj" for x in "qkvo"),
+             *(f"mlp.experts.{x}.{p}_proj" for x in range(4) for p in ("gate", "up", "down"))}
     shared = {f"mlp.shared_experts.{p}_proj" for p in ("gate", "up", "down")}
-    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", *(f"model.layers.0.{name}.weight" for name in layer | shared)}
+    names = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    names |= {f"model.layers.0.{name}.weight" for name in layer | shared}
     for kind, router in {"glm4_moe": {"mlp.gate.weight", "mlp.gate.e_score_correction_bias"},
                          "nano1t": {"mlp.router.weight", "mlp.router.selection_bias"}}.items():
         found = [export.their_name(name, kind) for name in export.tensor_shapes(m, kind)]
         assert set(found) == names | {f"model.layers.0.{name}" for name in router} and len(found) == len(set(found))
-    found = [export.their_name(name, "qwen3_moe") for name in export.tensor_shapes(dataclasses.replace(m, shared_experts=0), "qwen3_moe")]
+    m = dataclasses.replace(m, shared_experts=0)
+    found = [export.their_name(name, "qwen3_moe") for name in export.tensor_shapes(m, "qwen3_moe")]
     assert set(found) == names - {f"model.layers.0.{name}.weight" for name in shared} | {"model.layers.0.mlp.gate.weight"}
 
 
@@ -185,7 +190,8 @@ def test_config_leads_back_to_the_model(trained, exported, run):
 def test_every_value_is_there_in_fp32_and_rounded_in_bf16(trained, exported, tokenizer, run):
     masters = export.Masters(biased(trained, run))
     export.export_checkpoint(biased(trained, run), trained / "bf16" / run, tokenizer)
-    state = {p.name: part for bucket, part in whole(biased(trained, run))[3].master.items() for p, part in parts(bucket, part, masters.m)}
+    owned = whole(biased(trained, run))[3].master
+    state = {p.name: part for bucket, values in owned.items() for p, part in parts(bucket, values, masters.m)}
     index = json.loads((exported / run / "model.safetensors.index.json").read_text())
     files = sorted((exported / run).glob("*.safetensors"))
     assert len(files) > 3 and max(f.stat().st_size for f in files) < 1e5 + 20_000  # the header is extra
@@ -221,7 +227,8 @@ def test_a_checkpoint_of_four_ranks_is_exported_as_that_of_one(trained, tokenize
     for line in four.splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((trained / "same/four" / name).read_bytes()).hexdigest() == digest
-    assert {p.name for p in (trained / "same/four").iterdir()} == {line.split("  ")[1] for line in four.splitlines()} | {"SHA256SUMS"}
+    listed = {line.split("  ")[1] for line in four.splitlines()}
+    assert {p.name for p in (trained / "same/four").iterdir()} == listed | {"SHA256SUMS"}
 
 
 @pytest.mark.parametrize("run", KINDS)
@@ -239,7 +246,8 @@ def test_import_of_an_export_is_the_same_bit_for_bit(trained, exported, tokenize
             value = before.read(name)
             rounded = value if dtype == "fp32" or name.endswith(("norm", "router", "bias")) else value.bfloat16().float()
             assert torch.equal(after.read(name), rounded), name
-        export.export_checkpoint(path, tmp_path / f"{dtype}-again", tokenizer, "float32" if dtype == "fp32" else "bfloat16", shard_gb=1e-4)
+        wide = "float32" if dtype == "fp32" else "bfloat16"
+        export.export_checkpoint(path, tmp_path / f"{dtype}-again", tokenizer, wide, shard_gb=1e-4)
         again = {n: x for f in (tmp_path / f"{dtype}-again").glob("*.safetensors") for n, x in load_file(f).items()}
         first = {n: x for f in source.glob("*.safetensors") for n, x in load_file(f).items()}
         assert again.keys() == first.keys() and all(torch.equal(again[n], first[n]) for n in first)
@@ -267,21 +275,22 @@ def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monke
             assert torch.equal(state.bias_LX, source.bias_LX)
 
 
-def test_an_import_is_trained_on(trained, exported):
-    done = start(trained, ROOT / "export.py", "import", f"--source={exported / 'qwen3_moe'}", "--run=back")
-    command = re.search(r"go on with: python train.py (.*) --data=\.\.\.", done.stdout)[1].split()
+def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, capsys):
+    monkeypatch.chdir(trained)
+    assert export.main(["import", f"--source={exported / 'qwen3_moe'}", "--run=back"]) == 0
+    command = re.search(r"go on with: python train.py (.*) --data=\.\.\.", capsys.readouterr().out)[1].split()
     assert "--rope_theta=20000" in command and "--tokenizer=out/back/tokenizer.model" in command
-    # once by the newest checkpoint of the run, once by its path in another run; and what came out is looked at
+    # by the newest checkpoint of the run, and by its path in another run
     more = ["--data=text", "--steps=2", "--lr=1e-9", "--wandb=off"]
-    calls = [[*command, *more], [*command, *more, "--run=other", "--resume=out/back/ckpt/step-00000000"]]
-    log = start(trained, "-c", IN_ONE_PROCESS.format("train"), json.dumps(calls)).stdout
-    assert log.count("resumed from out/back/ckpt/step-00000000") == 2
-    for run in ("back", "other"):
+    log = start_all(trained, ["eval", "loss", "--run=back", "--data=text", "--wandb=off"], ["train", *command, *more],
+                    ["train", *command, *more, "--run=other", "--resume=out/back/ckpt/step-00000000"])
+    measured, back, other, _ = log.split("=====")
+    assert "0 tokens seen" in measured and "this model" in measured and "bigram" not in measured
+    for run, said in (("back", back), ("other", other)):
+        assert "resumed from out/back/ckpt/step-00000000" in said and ("resumed with another" in said) == (run == "other")
         steps = [json.loads(line) for line in (trained / "out" / run / "metrics.jsonl").read_text().splitlines()]
         assert [s["step"] for s in steps] == [1, 2]
-        loss = start_loss(trained, "qwen3_moe")
-        assert steps[0]["loss"] == pytest.approx(loss, abs=1e-4)
-    assert "resumed with another" not in log.split("resumed with another --run")[0]
+        assert steps[0]["loss"] == pytest.approx(start_loss(trained, "qwen3_moe"), abs=1e-4)
 
 
 def start_loss(trained: Path, run: str) -> float:
@@ -300,8 +309,8 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what a process holds")
 def test_memory_is_that_of_a_few_tensors(tokenizer, tmp_path, monkeypatch):
-    m = model_of("debug", layers=4, width=128, heads=4, kv_heads=2, head_dim=16, expert_width=128, experts=64, groups=1, vocab=300, seq_len=64,
-                 rope_every=1)
+    m = model_of("debug", layers=4, width=128, heads=4, kv_heads=2, head_dim=16, expert_width=128, experts=64, groups=1,
+                 vocab=300, seq_len=64, rope_every=1)
     grid = make_grid(0, 1, 1, 1, m, connect=False)
     state = init_state(m, grid, 0, CPU)
     optim.init_moments(state, "muon")
@@ -377,7 +386,8 @@ def damage(source: Path, how: str):
 
 @pytest.mark.parametrize("how, said", [
     ("flipped", "model.safetensors is missing or damaged .*SHA256SUMS"), ("truncated", "model.safetensors is missing or damaged"),
-    ("gone", "model.safetensors is missing or damaged"), ("missing", "lacks 1 tensors: model.layers.1.mlp.experts.3.up_proj.weight"),
+    ("gone", "model.safetensors is missing or damaged"),
+    ("missing", "lacks 1 tensors: model.layers.1.mlp.experts.3.up_proj.weight"),
     ("surplus", "has, beyond its config.json, 1 tensors: model.layers.2.mlp.gate.weight"),
     ("shape", r"up_proj.weight is \[64, 32\], its config.json says \[32, 64\]"), ("type", "up_proj.weight is F8_E4M3; only"),
 ])
@@ -406,14 +416,18 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("run, change, said", [
     ("qwen3_moe", {"model_type": "llama"}, "model_type is 'llama'; qwen3_moe, glm4_moe, nano1t can be imported"),
-    ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"), ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is None"),
-    ("qwen3_moe", {"tie_word_embeddings": True}, "tie_word_embeddings"), ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("qwen3_moe", {"norm_topk_prob": None}, "norm_topk_prob is None"),
+    ("qwen3_moe", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     ("qwen3_moe", {"attention_bias": True}, "attention_bias"), ("qwen3_moe", {"rms_norm_eps": 1e-5}, "rms_norm_eps"),
-    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"), ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     ("qwen3_moe", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE is"),
     ("qwen3_moe", {"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "RoPE is"),
     ("qwen3_moe", {"num_experts": None}, "has no num_experts"), ("qwen3_moe", {"num_experts_per_tok": 99}, "--top_k=99"),
-    ("glm4_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace"), ("glm4_moe", {"routed_scaling_factor": 2.5}, "routed_scaling"),
+    ("glm4_moe", {"first_k_dense_replace": 1}, "first_k_dense_replace"),
+    ("glm4_moe", {"routed_scaling_factor": 2.5}, "routed_scaling"),
     ("glm4_moe", {"use_qk_norm": False}, "use_qk_norm"), ("glm4_moe", {"n_group": 2}, "n_group"),
     ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": None}, "on 0.5 of each head"),
 ])
@@ -427,16 +441,20 @@ def test_a_config_that_ours_would_compute_otherwise_is_refused(exported, run, ch
 def test_a_config_with_the_keys_of_newer_and_older_writers_is_read(exported):
     config = json.loads((exported / "qwen3_moe" / "config.json").read_text())
     want = export.model_of_config(config, Path("c"))[1]
-    newer = {k: v for k, v in config.items() if k != "rope_theta"} | {"num_local_experts": config["num_experts"], "mlp_only_layers": None}
+    newer = {k: v for k, v in config.items() if k != "rope_theta"}
+    newer |= {"num_local_experts": config["num_experts"], "mlp_only_layers": None}
     del newer["num_experts"]
     older = {k: v for k, v in config.items() if k not in ("rope_parameters", "head_dim", "dtype")} | {"rope_scaling": None}
     assert export.model_of_config(newer, Path("c"))[1] == export.model_of_config(older, Path("c"))[1] == want
 
 
 @pytest.mark.parametrize("argv, said", [
-    ([], "no command: write"), (["exprot"], "'exprot': write"), (["export", "--run=nowhere"], "--run=nowhere: no finished checkpoint"),
-    (["export", "--run=glm4_moe", "--dtype=float16"], "--dtype=float16: use"), (["export", "--shard_gb=0"], "--shard_gb=0: must be"),
-    (["export", "--run=glm4_moe", "--out=text"], "--out=text: exists"), (["export", "--run=glm4_moe", "--data=gone"], "--data='gone'"),
+    ([], "no command: write"), (["exprot"], "'exprot': write"),
+    (["export", "--run=nowhere"], "--run=nowhere: no finished checkpoint"),
+    (["export", "--run=glm4_moe", "--dtype=float16"], "--dtype=float16: use"),
+    (["export", "--shard_gb=0"], "--shard_gb=0: must be"),
+    (["export", "--run=glm4_moe", "--out=text"], "--out=text: exists"),
+    (["export", "--run=glm4_moe", "--data=gone"], "--data='gone'"),
     (["export", "--run=glm4_moe", "--data=other"], "--data=other: not what .* was trained on"),
     (["export", "--run=glm4_moe", "--architecture=llama"], "--architecture=llama: unknown"),
     (["export", "--run=glm4_moe", "--architecture=qwen3_moe"], "has a sigmoid router, 1 shared experts"),
@@ -444,7 +462,8 @@ def test_a_config_with_the_keys_of_newer_and_older_writers_is_read(exported):
     (["import", "--run=x"], "--source= --run=x: give"), (["import", "--source=text", "--run=.x"], "--run=.x: give"),
     (["import", "--source=text", "--run=x"], "--source=text: has no config.json"),
     (["import", "--source=fp32/glm4_moe", "--run=glm4_moe"], "--run=glm4_moe: out/glm4_moe exists"),
-    (["import", "--source=fp32/glm4_moe", "--run=x", "--optimizer=sgd"], "--optimizer=sgd: unknown"), (["check"], "--source=: give"),
+    (["import", "--source=fp32/glm4_moe", "--run=x", "--optimizer=sgd"], "--optimizer=sgd: unknown"),
+    (["check"], "--source=: give"),
 ])
 def test_bad_input_is_refused(trained, exported, monkeypatch, argv, said):
     monkeypatch.chdir(trained)
@@ -488,9 +507,11 @@ def sentencepiece_model(**changes) -> bytes:
 def awkward_texts(model: bytes) -> list[str]:
     """Real text, random pieces, random characters in runs, and every run of what occurs in runs."""
     rng, tok = random.Random(0), sentencepiece.SentencePieceProcessor(model_proto=model)
-    found = ["", " ", "\n", "</s>", "a</s>b<unk>", "<0x0A>", "\u2581", " \u2581 \u2581\u2581x", "12345 3.14", "caf\u00e9 \u4e2d\U0001f600\0\t\r\n",
+    found = ["", " ", "\n", "</s>", "a</s>b<unk>", "<0x0A>", "\u2581", " \u2581 \u2581\u2581x", "12345 3.14",
+             "caf\u00e9 \u4e2d\U0001f600\0\t\r\n",
              "    def f(x):\n        return  x\n\n\n", Path(train.__file__).read_text(), Path(corpus.__file__).read_text()]
-    some = [tok.id_to_piece(i).replace("\u2581", " ") for i in range(tok.vocab_size()) if not (tok.is_control(i) or tok.is_byte(i))]
+    some = [tok.id_to_piece(i).replace("\u2581", " ") for i in range(tok.vocab_size())
+            if not (tok.is_control(i) or tok.is_byte(i))]
     found += ["".join(rng.choice(some) for _ in range(rng.randrange(1, 40))) for _ in range(1500)]
     characters = " \n=-#*.'_ab019\u00e9\u4e2d\U0001f600\u2581\0\t</s><unk><0x0A>"
     for _ in range(2500):
@@ -499,7 +520,8 @@ def awkward_texts(model: bytes) -> list[str]:
     return found + [a + c * n + b for n in range(1, 50) for c in " -=#" for a, b in (("", ""), ("a", "b"), ("\n", "return"))]
 
 
-@pytest.mark.parametrize("changes", [{}, dict(add_dummy_prefix=True, user_defined_symbols=[]), dict(user_defined_symbols=["\n", "<|x|>", "<|x"])])
+@pytest.mark.parametrize("changes", [{}, dict(add_dummy_prefix=True, user_defined_symbols=[]),
+                                     dict(user_defined_symbols=["\n", "<|x|>", "<|x"])])
 def test_tokenizer_gives_the_same_ids_and_text(tmp_path, changes):
     tokenizers = pytest.importorskip("tokenizers")
     model = sentencepiece_model(**changes)
@@ -513,8 +535,10 @@ def test_tokenizer_gives_the_same_ids_and_text(tmp_path, changes):
 
 
 @pytest.mark.parametrize("changes, said", [
-    (dict(model_type="unigram", vocab_size=400), "it is not a BPE model"), (dict(normalization_rule_name="nmt_nfkc"), "it normalises the text"),
-    (dict(remove_extra_whitespaces=True), "it removes spaces"), (dict(add_dummy_prefix=True), "a space before the text and has user-defined"),
+    (dict(model_type="unigram", vocab_size=400), "it is not a BPE model"),
+    (dict(normalization_rule_name="nmt_nfkc"), "it normalises the text"),
+    (dict(remove_extra_whitespaces=True), "it removes spaces"),
+    (dict(add_dummy_prefix=True), "a space before the text and has user-defined"),
     (dict(treat_whitespace_as_suffix=True), "spaces are at the end"),
 ])
 def test_a_tokenizer_that_cannot_be_written_is_refused(changes, said):
@@ -560,8 +584,8 @@ def test_transformers_computes_the_same(transformers, trained, exported, tokeniz
     for cached in (True, False):
         out = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, use_cache=cached)[0, 12:].tolist()
         assert out[: len(said)] == said and (len(said) == 20 or out[len(said)] == tok.eos_id())
-        out = model.generate(pad, attention_mask=(torch.arange(20) >= torch.tensor([[8], [0]])).long(), max_new_tokens=20, do_sample=False,
-                             use_cache=cached)[0, 20:].tolist()
+        real = (torch.arange(20) >= torch.tensor([[8], [0]])).long()
+        out = model.generate(pad, attention_mask=real, max_new_tokens=20, do_sample=False, use_cache=cached)[0, 20:].tolist()
         assert out[: len(said)] == said
 
     theirs = transformers.AutoTokenizer.from_pretrained(exported / run, trust_remote_code=remote)
@@ -633,7 +657,8 @@ def test_passages_are_parts_of_held_out_documents(trained, tokenizer):
     (["loss", "--run=glm4_moe", "--tasks=text"], "--tasks=text: no directory with task files"),
     (["loss", "--run=glm4_moe", "--tasks=no/where"], "--tasks=no/where: no directory with task files"),
     (["loss", "--run=glm4_moe", "--wandb=yes"], "--wandb=yes: unknown"),
-    (["harness", "--model=text", "--tasks=x"], "--model=text --tasks=x: give"), (["task", "--run=glm4_moe", "--choices=1"], "--choices=1: must"),
+    (["harness", "--model=text", "--tasks=x"], "--model=text --tasks=x: give"),
+    (["task", "--run=glm4_moe", "--choices=1"], "--choices=1: must"),
     (["task", "--run=glm4_moe", "--context=60"], "--context=60 --length=16: the held-out documents have fewer"),
 ])
 def test_bad_tasks_are_refused(trained, monkeypatch, argv, said):
