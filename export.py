@@ -313,9 +313,10 @@ class Masters:
         self.runs: dict[str, list] = {}  # parameter -> where its values are: (start, stop, rank, tensor, at)
         self.files = []
         progress = Progress("checking", sum(file["bytes"] for file in self.manifest["files"].values()))
-        for rank in range(N * E):
-            grid = make_grid(rank, N * E, E, 1, self.m, connect=False)
-            for name, bucket in make_buckets(self.m, grid).items():
+        grids = [make_grid(rank, N * E, E, 1, self.m, connect=False) for rank in range(N * E)]
+        buckets = make_buckets(self.m, grids[0])  # the same for all ranks
+        for rank, grid in enumerate(grids):
+            for name, bucket in buckets.items():
                 for p in pieces(bucket, self.m, grid):
                     self.runs.setdefault(p.name, []).append((p.start, p.stop, rank, f"{name}/master", p.at))
             self.files.append(checkpoint.open_verified(path, rank, self.manifest))
@@ -615,12 +616,11 @@ def write_rank_file(source: Directory, folder: Path, rank: int, ranks: int, opti
     grid = make_grid(rank, ranks, 1, 1, m, connect=False)
 
     def masters(bucket) -> Iterator[Tensor]:
-        at = 0
-        for p in pieces(bucket, m, grid):
-            yield from zeros(p.at - at)
+        end = 0
+        for p in pieces(bucket, m, grid):  # one behind the other
             yield source.read(p.name, p.start, p.stop)
-            at = p.at + p.stop - p.start
-        yield from zeros(math.prod(bucket.owned) - at)  # padding
+            end = p.at + p.stop - p.start
+        yield from zeros(math.prod(bucket.owned) - end)  # padding
 
     for name, bucket in make_buckets(m, grid).items():
         count = math.prod(bucket.owned)

@@ -520,7 +520,7 @@ def awkward_texts(model: bytes) -> list[str]:
     return found + [a + c * n + b for n in range(1, 50) for c in " -=#" for a, b in (("", ""), ("a", "b"), ("\n", "return"))]
 
 
-@pytest.mark.parametrize("changes", [{}, dict(add_dummy_prefix=True, user_defined_symbols=[]),
+@pytest.mark.parametrize("changes", [dict(control_symbols=["<a\u2581b>"]), dict(add_dummy_prefix=True, user_defined_symbols=[]),
                                      dict(user_defined_symbols=["\n", "<|x|>", "<|x"])])
 def test_tokenizer_gives_the_same_ids_and_text(tmp_path, changes):
     tokenizers = pytest.importorskip("tokenizers")
@@ -528,6 +528,7 @@ def test_tokenizer_gives_the_same_ids_and_text(tmp_path, changes):
     tok, texts = sentencepiece.SentencePieceProcessor(model_proto=model), awkward_texts(model)
     theirs = tokenizers.Tokenizer.from_str(export.tokenizer_files(model)["tokenizer.json"])
     theirs.encode_special_tokens = True  # what split_special_tokens in tokenizer_config.json does
+    assert [theirs.id_to_token(i) for i in range(3)] == [tok.id_to_piece(i) for i in range(3)]
     ids = [encoding.ids for encoding in theirs.encode_batch(texts, add_special_tokens=False)]
     for text, found, wanted in zip(texts, ids, corpus.encode(tok, texts)):
         assert found == wanted, repr(text[:200])
@@ -576,9 +577,14 @@ def test_transformers_computes_the_same(transformers, trained, exported, tokeniz
             short = model(ids[None], logits_to_keep=1).logits[0]
             assert short.shape == (1, m.vocab) and torch.allclose(short, theirs[-1:], atol=1e-5)
 
+        ids = torch.randint(3, m.vocab, (1, 17), generator=rng)
+        first = model(ids[:, :10], use_cache=True)
+        rest = model(ids[:, 10:], past_key_values=first.past_key_values).logits
+        assert torch.allclose(torch.cat((first.logits, rest), 1), model(ids).logits, atol=1e-5)
+
     # greedy text, with and without a cache, alone and beside a longer prompt
     tok = sentencepiece.SentencePieceProcessor(model_proto=tokenizer)
-    prompt, s = ids.tolist()[:12], ev.SampleSettings(tokens=20, temperature=0.0)
+    prompt, s = ids[0].tolist()[:12], ev.SampleSettings(tokens=20, temperature=0.0)
     said = ev.continuation(prompt, s, weights, m, tok, None, CPU)
     pad = torch.tensor([[1] * 8 + prompt, torch.randint(3, m.vocab, (20,), generator=rng).tolist()])
     for cached in (True, False):
@@ -651,6 +657,37 @@ def test_passages_are_parts_of_held_out_documents(trained, tokenizer):
     assert len({p.document for p in found}) > 1
     for p in found:
         assert p.context + p.continuation in text and re.match(r" [a-z]", p.continuation) and not p.context[-1].isspace()
+
+
+class FakeRows:
+    """Three documents in two rows: the second goes on in the second row."""
+
+    tokens = list(range(10, 16)), list(range(16, 22))
+    targets = [11, 12, -1, 14, 15, 16], [17, 18, -1, 20, 21, -1]
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, r):
+        return data.Row(np.array(self.tokens[r]), np.array(self.targets[r]), [0, 3, 6], 6)
+
+
+class FakeTokenizer:
+    """Every token is a word."""
+
+    def vocab_size(self):
+        return 30
+
+    def id_to_piece(self, i):
+        return corpus.SPACE + chr(87 + i)
+
+    def decode(self, ids):
+        return "".join(" " + chr(87 + i) for i in ids)
+
+
+def test_a_document_that_goes_on_in_the_next_row_is_one():
+    found = ev.passages(FakeRows(), FakeTokenizer(), 1, 1)
+    assert [(p.document, p.context + p.continuation) for p in found] == [(0, " a b"), (1, " d e"), (1, " g h"), (2, " j k")]
 
 
 @pytest.mark.parametrize("argv, said", [
