@@ -304,7 +304,7 @@ def record(result: dict, run: Run, wandb: str):
     if wandb == "auto" and run.hp.wandb == "auto":
         numbers = {f"eval/{kind}/{name}": x for kind in ("nats", "bits_per_byte") for name, x in result[kind].items()}
         numbers |= {f"eval/{task}/{name}": x for task, scores in result.get("tasks", {}).items() for name, x in scores.items()}
-        to = train.start_wandb(run.hp, folder)
+        to = train.start_wandb(dataclasses.replace(run.hp, run=f"{run.hp.run}-eval"), folder)
         to.log(numbers, step=result["step"])
         to.finish()
 

@@ -732,3 +732,25 @@ def test_lm_eval_scores_as_we_do(transformers, trained, tokenizer, monkeypatch):
     assert len(asked) == 12 and scores["acc"] == pytest.approx(right / len(asked))
     assert re.search(rf"continuation  acc +{scores['acc']:.4f}", done.stdout)
     assert not list((trained / "out/nano1t").glob(".tasks-*"))
+
+
+@pytest.mark.parametrize("run_said, asked, sent", [("auto", "auto", True), ("off", "auto", False), ("auto", "off", False)])
+def test_results_go_to_wandb_where_the_run_does(tmp_path, monkeypatch, run_said, asked, sent):
+    logged = []
+
+    class Wandb:
+        def log(self, numbers, step):
+            logged.append((numbers, step))
+
+        def finish(self):
+            logged.append("finished")
+
+    monkeypatch.setattr(train, "start_wandb", lambda hp, path: logged.append(hp.run) or Wandb())
+    path = tmp_path / "ckpt" / "step-00000007"
+    path.mkdir(parents=True)
+    run = ev.Run(path, {}, train.Hyperparameters(run="r", wandb=run_said), None)
+    result = {"step": 7, "nats": {"model": 2.0}, "bits_per_byte": {"model": 1.0}, "tasks": {"t": {"acc": 0.5}}}
+    ev.record(result, run, asked)
+    assert json.loads((tmp_path / "evals.jsonl").read_text()) == result
+    numbers = {"eval/nats/model": 2.0, "eval/bits_per_byte/model": 1.0, "eval/t/acc": 0.5}
+    assert logged == (["r-eval", (numbers, 7), "finished"] if sent else [])
