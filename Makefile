@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test bench plan plan-ladder eval sample export clean
+.PHONY: help venv extras train test soak bench plan plan-ladder eval sample export clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -21,6 +21,7 @@ help:
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
 	@echo 'make extras                             install what make eval --tasks needs, too (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
+	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
 	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
@@ -44,6 +45,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	exec $(PY) -m pytest $(ARGS)
+
+soak: $(STAMP)
+	exec $(PY) tests/soak.py $(ARGS)
 
 bench: $(STAMP)
 	exec $(PY) bench.py $(ARGS)

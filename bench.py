@@ -4,6 +4,8 @@
     python bench.py --layout 2x2 --rounds 9 --steps 3      one layout, more turns and longer ones
     python bench.py --small --rounds 2                     tiny sizes: does it run?
     python bench.py --json results.jsonl                   also appends a JSON line per table
+    python bench.py --tokenize --rounds 1                  text to token shards instead: each encoder, one process, 200 MB
+    python bench.py --checkpoint                           saving and restoring beside torch.distributed.checkpoint, two ranks
 
 Contenders, all with the same initial weights, batch, AdamW and clipping, bf16 products on fp32 masters:
 
@@ -23,11 +25,14 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import os
 import select
+import shutil
 import signal
 import socket
 import statistics
@@ -37,6 +42,7 @@ import sys
 import tempfile
 import time
 import weakref
+import zlib
 from collections import Counter
 from dataclasses import asdict
 from functools import partial
@@ -46,8 +52,10 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult  # not public yet
@@ -56,17 +64,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import checkpoint as checkpoints
+import corpus
 import launch
 import optim
 import parallel
+import tokenizer
 import train
 from model import Model, Segments, choose_experts, init_std, layer_shapes, model_of, rope_cache, uses_rope
 
 # Settings of ours by layout: schedule's keep_layers, and fields of parallel.Transport. Where there is one node, no expert
 # weights travel, and compressing them would only cost.
 OURS = {
-    "1x4": {"keep_layers": 7, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
-    "2x2": {"keep_layers": 4, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
+    "1x4": {"keep_layers": 8, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
+    "2x2": {"keep_layers": 6, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
     "single": {"keep_layers": 8, "weights": "compute", "grads": torch.float32, "dense": "layer"},
 }
 LAYOUTS = {"1x4": (1, 4), "2x2": (2, 2), "single": (1, 1)}  # nodes, ranks per node
@@ -455,6 +466,89 @@ def worker(contender: str, size: str, layout: str):
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# Saving and restoring
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_ways(folder: Path, m: Model, where: launch.Place) -> tuple[dict, list[Tensor], int]:
+    """Contender -> (save, restore) of the same live tensors, these, and their bytes on this rank. Ours writes and compares
+    checksums; restoring begins with files that are not in memory. Both end a save when everything is on the disk."""
+    grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, m)
+    state = parallel.init_state(m, grid, SEED, where.device)
+    optim.init_moments(state, "muon")
+    for kinds in state.moments.values():
+        for x in kinds.values():
+            x.normal_()
+    saver, mesh = checkpoints.Saver(folder / "ours", state, grid), init_device_mesh("cpu", (where.world,))
+    shards = {name: DTensor.from_local(x, mesh, [Shard(0)]) for name, x in saver.tensors.items()}
+    options = {"storage_writer": FileSystemWriter(folder / "dcp", overwrite=True)}
+
+    def ours_save():
+        saver.start(1, {})
+        if error := saver.wait().error:
+            raise RuntimeError(error)
+
+    def ours_restore():
+        checkpoints.load(checkpoints.directory(folder / "ours", 1), state, grid, m)
+
+    ways = {"ours": (ours_save, ours_restore), "torch.distributed.checkpoint": (
+        lambda: dcp.save(shards, **options), lambda: dcp.load(shards, storage_reader=FileSystemReader(folder / "dcp")))}
+    return ways, list(saver.tensors.values()), sum(x.nbytes for x in saver.tensors.values())
+
+
+def checkpoint_worker(folder: str, size: str, rounds: str):
+    """Takes turns and leaves what each of them took, in seconds and in seconds of CPU, in a file of this rank."""
+    where, root = launch.place(), Path(folder)
+    launch.setup(where)
+    ways, tensors, nbytes = checkpoint_ways(root, model_for(size), where)
+    sums = [zlib.crc32(x.numpy()) for x in tensors]
+    found = {f"{name} {what}": [] for name in ways for what in ("save", "restore")}
+    for r in range(int(rounds) + 1):  # the first is not counted
+        for name in list(ways)[:: 1 if r % 2 else -1]:
+            for what, action in zip(("save", "restore"), ways[name]):
+                if what == "restore":
+                    for x in tensors:
+                        x.zero_()
+                    for path in root.rglob("*.*"):
+                        with open(path) as file:
+                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                elif where.rank == 0:
+                    for path in (root / "ours", root / "dcp"):
+                        shutil.rmtree(path, ignore_errors=True)
+                dist.barrier()
+                began, cpu = time.perf_counter(), time.process_time()
+                action()
+                cpu = time.process_time() - cpu
+                dist.barrier()
+                found[f"{name} {what}"].append((time.perf_counter() - began, cpu))
+            if sums != [zlib.crc32(x.numpy()) for x in tensors]:
+                raise Failure(f"{name}: what was restored is not what was saved")
+    (root / f"found.{where.rank}.json").write_text(json.dumps({"bytes": nbytes, "turns": {k: v[1:] for k, v in found.items()}}))
+
+
+def bench_checkpoint(size: str, rounds: int, results: Path | None):
+    """Prints the table."""
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        command = [sys.executable, "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", "bench.py", "checkpoint-worker"]
+        subprocess.run([*command, folder, size, str(rounds)], cwd=Path(__file__).parent, check=True)
+        ranks = [json.loads((Path(folder) / f"found.{rank}.json").read_text()) for rank in range(2)]
+    total = sum(rank["bytes"] for rank in ranks)
+    print(f"{total / 1e6:,.0f} MB of masters and momentum on 2 ranks, {rounds} rounds, medians\n"
+          f"  {'':<38}{'MB/s':>8}{'CPU s':>8}  time of this / of ours")
+    median, line = statistics.median, {"bytes": total, "turns": {}}
+    for key in ranks[0]["turns"]:
+        turns = line["turns"][key] = [[rank["turns"][key][r] for rank in ranks] for r in range(rounds)]
+        seconds = [max(rank[0] for rank in turn) for turn in turns]
+        own = [max(rank[0] for rank in turn) for turn in line["turns"]["ours " + key.split()[-1]]]
+        ratios = [a / b for a, b in zip(seconds, own)]
+        print(f"  {key:<38}{total / 1e6 / median(seconds):>8,.0f}{median(sum(rank[1] for rank in turn) for turn in turns):>8.2f}"
+              f"  {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    if results:
+        with open(results, "a") as file:
+            file.write(json.dumps({"checkpoint": size, "torch": torch.__version__, **line}) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # The program: starts the workers, gives each contender its turns, prints the tables
 # ------------------------------------------------------------------------------------------------------------------
 
@@ -621,6 +715,82 @@ def table(results: dict[str, dict], tokens: int) -> str:
     return "\n".join(lines)
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizing
+# ----------------------------------------------------------------------------------------------------------------------
+
+TEXT_BYTES, TEXT_VOCAB = 200_000_000, 32_768
+
+
+def installed_text(path: Path, n_bytes: int) -> tuple[int, int]:
+    """Writes a .jsonl of the sources and texts that are installed here, each content once and in hash order, so that they are
+    mixed. Every thousandth document gets the names of control pieces. Returns documents and bytes of text."""
+    found: dict[bytes, Path] = {}
+    for root in {Path(p).resolve() for p in sys.path if Path(p).is_dir() and Path(p).resolve() != Path(__file__).parent}:
+        for file in root.rglob("*"):
+            if file.suffix in (".py", ".md", ".rst", ".txt") and file.is_file() and 0 < file.stat().st_size <= corpus.MAX_SOURCE:
+                found.setdefault(hashlib.sha256(file.read_bytes()).digest(), file)
+    documents = written = 0
+    with open(path, "w") as out:
+        for key in sorted(found):
+            text = found[key].read_text(errors="replace") + ("" if documents % 1000 else "</s> <unk> <0x0A>\n")
+            out.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            documents, written = documents + 1, written + len(text.encode())
+            if written >= n_bytes:
+                break
+    return documents, written
+
+
+def tokenize_once(source: Path, model: Path, encoder: str, out: Path) -> tuple[float, float, float]:
+    """CPU and wall seconds, and peak memory in MB, of one process that makes a token set of a .jsonl file."""
+    command = [sys.executable, Path(__file__).parent / "data.py", "tokenize", f"--data={source}", f"--vocab={TEXT_VOCAB}",
+               f"--tokenizer={model}", "--workers=1", f"--encoder={encoder}", f"--out={out}", f"--cache={out.parent}"]
+    # the peak of a child counts what its parent held when it forked, so a small process stands in between
+    measure = ("import json, os, subprocess, sys; _, status, used = os.wait4(subprocess.Popen(sys.argv[1:], stdout=2).pid, 0);"
+               "print(json.dumps([status, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024]))")
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", measure, *map(str, command)], capture_output=True, text=True, check=True)
+    status, cpu_s, peak_mb = json.loads(done.stdout)
+    if status:
+        raise Failure(f"{encoder}: {done.stderr}")
+    return cpu_s, time.perf_counter() - start, peak_mb
+
+
+def tokenize_bench(n_bytes: int, rounds: int) -> dict[str, dict]:
+    """Prints a table; raises Failure where an encoder's files differ from plain SentencePiece's by a byte."""
+    encoders = ["sentencepiece", "cache"] + ["gigatoken"] * bool(importlib.util.find_spec("gigatoken"))
+    results = {encoder: {"cpu_s": [], "wall_s": [], "peak_mb": {}} for encoder in encoders}
+    with tempfile.TemporaryDirectory() as folder:
+        whole, quarter, model = Path(folder, "text.jsonl"), Path(folder, "quarter.jsonl"), Path(folder, "bench.model")
+        documents, written = installed_text(whole, n_bytes)
+        with open(whole) as text:
+            model.write_bytes(tokenizer.train_tokenizer(
+                corpus.sample_lines(json.loads(line)["text"] for line in text), min(TEXT_VOCAB, written // 500)))
+        installed_text(quarter, written // 4)
+        print(f"{documents:,} documents, {written / 1e6:.1f} MB, {rounds} rounds", flush=True)
+        for n in range(rounds):
+            for encoder in encoders:
+                for source in (quarter, whole) if n == 0 else (whole,):
+                    out = Path(folder, f"{source.stem}-{encoder}")
+                    shutil.rmtree(out, ignore_errors=True)
+                    cpu_s, wall_s, peak_mb = tokenize_once(source, model, encoder, out)
+                    results[encoder]["peak_mb"][source.stem] = peak_mb
+                results[encoder]["cpu_s"].append(cpu_s)
+                results[encoder]["wall_s"].append(wall_s)
+        for encoder in encoders:
+            for file in Path(folder, f"text-{encoder}").iterdir():
+                if file.read_bytes() != Path(folder, "text-sentencepiece", file.name).read_bytes():
+                    raise Failure(f"{encoder}: {file.name} differs from SentencePiece's")
+    print(f"  {'':<14}{'MB/s of CPU':>12}{'MB/s':>8}{'peak MB, a quarter':>20}{'whole':>7}  times SentencePiece's, CPU and wall")
+    for encoder, r in results.items():
+        r["ratios"] = [[a / b for a, b in zip(results["sentencepiece"][k], r[k])] for k in ("cpu_s", "wall_s")]
+        cpu, wall = statistics.median(r["cpu_s"]), statistics.median(r["wall_s"])
+        print(f"  {encoder:<14}{written / 1e6 / cpu:>12.1f}{written / 1e6 / wall:>8.1f}{r['peak_mb']['quarter']:>20.0f}"
+              f"{r['peak_mb']['text']:>7.0f}  {statistics.median(r['ratios'][0]):.2f}  {statistics.median(r['ratios'][1]):.2f}")
+    print("  all files are the same, byte for byte")
+    return results
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     def positive(text: str) -> int:
         if not text.isdecimal() or int(text) < 1:
@@ -631,9 +801,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, action="append",
                         help="nodes x ranks per node, or single; may be repeated (default: all)")
+    parser.add_argument("--checkpoint", action="store_true", help="saving and restoring instead")
     parser.add_argument("--rounds", type=positive, default=5, help="in each, every contender has one turn (default 5)")
     parser.add_argument("--steps", type=positive, default=2, help="of a turn (default 2)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, whose figures say nothing")
+    parser.add_argument("--tokenize", action="store_true", help="compare the encoders of data.py tokenize instead")
     parser.add_argument("--json", metavar="FILE", type=Path, help="append a line of JSON for each table")
     args = parser.parse_args(argv)
     if args.json and not args.json.absolute().parent.is_dir():
@@ -643,11 +815,24 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    if args.tokenize:
+        try:
+            results = tokenize_bench(TEXT_BYTES // (200 if args.small else 1), args.rounds)
+        except Failure as failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return 1
+        if args.json:
+            with open(args.json, "a") as file:
+                file.write(json.dumps({"tokenize": results}) + "\n")
+        return 0
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda n, _: sys.exit(128 + n))
     alone, cores = own_loopback(), len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {cores} cores; bytes sent are {'its own' if alone else 'of all that runs here'}")
     try:
+        if args.checkpoint:
+            bench_checkpoint("moe-small" if args.small else "moe", args.rounds, args.json)
+            return 0
         for layout in args.layout or LAYOUTS:
             for kind in ("moe", "dense") if layout == "single" else ("moe",):
                 size = f"{kind}{'-small' if args.small else ''}"
@@ -674,7 +859,9 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["worker"]:
+    if sys.argv[1:2] == ["checkpoint-worker"]:
+        checkpoint_worker(*sys.argv[2:])
+    elif sys.argv[1:2] == ["worker"]:
         worker(*sys.argv[2:])
     else:
         sys.exit(main(sys.argv[1:]))

@@ -1,150 +1,69 @@
-"""Text in, tokens out, once: documents are found, cleaned and counted, then encoded.
+"""Text in, token shards out, once: documents are found, cleaned, held out or not, and encoded by many processes.
 
-See data.py for the directories that this writes, and for what becomes of them.
+    inputs -> units of bounded size -> [one process each: records -> documents -> tokens -> parts] -> token set
+
+Everything that is written is a function of the inputs' content and the settings, not of file names, times or the number of
+processes. A part is a pair of shards and a small .json, synced and renamed; what is finished when a run ends early is kept
+and not made again. See data.py for the directories that this writes, and for what becomes of them.
 """
 import ast
 import contextlib
 import errno
-import fcntl
 import gc
+import gzip
 import hashlib
+import heapq
 import importlib.metadata
 import importlib.util
 import inspect
 import io
 import json
 import os
+import queue
 import re
-import shutil
+import selectors
+import signal
+import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import warnings
+import zlib
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
 
-from model import ConfigError
+from errors import ConfigError
+from shards import (FORMAT, HELD_OUT, SPLITS, Shards, ShardWriter, digest, is_shards, read_manifest, stage, token_dtype,
+                    write_synced)
+from tokenizer import KINDS, Encoder, load_model, tokenizer_hash, train_tokenizer
 
-FORMAT = 1                       # raise it when any stage would write other bytes for the same inputs
-SPLITS = ("train", "val")
-HELD_OUT = 0.01                  # share of the documents that is never trained on
 PACKAGES = ("torch", "numpy", "sympy", "networkx")      # besides the standard library; those present are read
 SKIP_DIRS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 MIN_DOCSTRING = 200              # characters; shorter ones are labels rather than prose
 MAX_SOURCE = 200_000             # bytes; larger source files are tables and generated code, only docstrings are taken
 SAMPLE_BYTES = 8_000_000         # text that the tokenizer is trained on
-ENCODE_BYTES = 4_000_000         # text that is encoded and written at a time
-SPACE = "\u2581"                 # SentencePiece writes a space as this character
+MIN_PART, MAX_PART = 1 << 24, 1 << 30                   # bytes of text in a part; in between, 1/256 of the whole
+BATCH_BYTES = 1 << 20            # text that is encoded and written at a time
+MAX_DOCUMENT = 1 << 30           # bytes; a process holds a document whole, about six times over
+HASH_BLOCK = 1 << 26             # bytes of a file that are hashed by one process
+FEW_BYTES = 1 << 24              # inputs up to this size are not worth the start of processes
+TEXT = (".txt", ".jsonl")
+SUFFIXES = (*TEXT, *(kind + packed for kind in TEXT for packed in (".gz", ".zst")), ".parquet")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stages: directories that exist only when they are finished
+# Inputs
 # ---------------------------------------------------------------------------------------------------------------------
 
-def digest(value) -> str:
-    """Hash of a JSON value, independent of key order."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def input_kind(path: Path) -> str:
+    """The suffix that decides how a file is read (".jsonl.gz", ...), or "" for files that are not."""
+    name = path.name.lower()
+    return next((kind for kind in SUFFIXES if name.endswith(kind)), "")
 
-
-def file_sha256(path: Path) -> str:
-    h = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
-
-
-def read_manifest(path) -> dict:
-    """The manifest of a finished directory, after a check of every file's size (their hashes: `verify`).
-
-    Raises ConfigError for a directory that is not one of ours, of another format, or with a damaged file."""
-    path = Path(path)
-    file = path / "manifest.json"
-    if not file.is_file():
-        raise ConfigError(f"{str(path)!r} is not a prepared directory: it has no manifest.json. "
-                          f"Make one with `python data.py prepare`.")
-    try:
-        manifest = json.loads(file.read_bytes())
-        intact = manifest.pop("digest") == digest(manifest)
-    except (ValueError, KeyError):
-        intact = False
-    if not intact:
-        raise ConfigError(f"{str(file)!r} is damaged. Delete {str(path)!r} and run `python data.py prepare` again.")
-    if manifest["format"] != FORMAT:
-        raise ConfigError(f"{str(path)!r} has data format {manifest['format']}, this program reads {FORMAT}. "
-                          f"Make it anew with `python data.py prepare`.")
-    for name, want in manifest["files"].items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != want["bytes"]:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            raise ConfigError(f"{str(path / name)!r} {found}, the manifest says {want['bytes']:,} bytes. "
-                              f"Delete {str(path)!r} and run `python data.py prepare` again.")
-    return manifest
-
-
-@contextlib.contextmanager
-def _locked(path: Path):
-    """One builder at a time, to save work. Not needed for safety (the rename is), so a file system without locks
-    is no error."""
-    with open(path, "w") as f:
-        with contextlib.suppress(OSError):
-            fcntl.flock(f, fcntl.LOCK_EX)
-        yield
-
-
-def _rename(tmp: Path, final: Path) -> None:
-    """Publish tmp as final. Where another process has published the same content first, its copy stands."""
-    try:
-        tmp.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-
-
-def stage(cache: Path, name: str, build) -> Path:
-    """cache/name, built by build(directory) -> manifest entries if it is not there yet."""
-    final = cache / name
-    if final.is_dir():
-        read_manifest(final)
-        return final
-    with _locked(cache / f".{name}.lock"):
-        if final.is_dir():                                   # another process was faster
-            read_manifest(final)
-            return final
-        for stale in cache.glob(f".{name}.tmp-*"):           # of a killed run: a day old, so surely nobody's
-            if time.time() - stale.stat().st_mtime > 86400:
-                shutil.rmtree(stale, ignore_errors=True)
-        tmp = cache / f".{name}.tmp-{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
-        tmp.mkdir()
-        try:
-            manifest = build(tmp)
-            files = sorted(p for p in tmp.iterdir())
-            manifest["format"] = FORMAT
-            manifest["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in files}
-            manifest["digest"] = digest(manifest)
-            (tmp / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n")
-            for p in [*files, tmp / "manifest.json", tmp]:
-                _fsync(p)
-            _rename(tmp, final)
-            _fsync(cache)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)           # what a failed build, or a lost race, leaves
-    read_manifest(final)
-    return final
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Corpus: files -> cleaned documents
-# ---------------------------------------------------------------------------------------------------------------------
 
 def _user_files(data: str) -> list[Path]:
     path = Path(data)
@@ -155,28 +74,34 @@ def _user_files(data: str) -> list[Path]:
         raise ConfigError(f"--data={data!r}: {error.filename!r} cannot be read ({error.strerror}). Change its permissions.")
 
     found = [Path(place) / name for place, _, names in os.walk(path, onerror=refuse) for name in names]
-    return sorted(p for p in found if p.suffix in (".txt", ".jsonl") and p.is_file())
+    return sorted(p for p in found if input_kind(p) and p.is_file())
 
 
 def check_source(data: str, tokenizer: str = "") -> None:
     """Cheap checks of two settings, for every rank before the work begins; `prepare` makes the thorough ones.
 
     Raises ConfigError where --data or --tokenizer is missing, unreadable, empty or of a kind that is not read."""
-    if data != "embedded":
+    kinds = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
+    if data != "embedded" and not (data and is_shards(data)):
         if not data or not Path(data).exists():
-            raise ConfigError(f"--data={data!r} does not exist. Give \"embedded\", a .txt or .jsonl file, or a "
-                              f"directory of such files.")
+            raise ConfigError(f"--data={data!r} does not exist. Give \"embedded\", a {kinds}, a directory of such files, or "
+                              f"token shards (a directory or a Megatron prefix).")
         files = _user_files(data)
         if not files:
-            raise ConfigError(f"--data={data!r} holds no .txt or .jsonl file. Put the text into such files.")
+            raise ConfigError(f"--data={data!r} holds no {kinds}. Put the text into such files.")
         for file in files:
-            if file.suffix not in (".txt", ".jsonl"):
+            if not input_kind(file):
                 raise ConfigError(f"--data={data!r} is a {file.suffix or 'nameless'} file. "
-                                  f"Only .txt and .jsonl are read; rename or convert it.")
+                                  f"Only {', '.join(SUFFIXES)} are read; rename or convert it.")
             if not os.access(file, os.R_OK):
                 raise ConfigError(f"--data={data!r}: {str(file)!r} cannot be read. Change its permissions.")
         if not any(file.stat().st_size for file in files):
             raise ConfigError(f"--data={data!r} is empty. Give a file with text.")
+        for file in files:
+            if input_kind(file).endswith(".zst"):
+                _zstd()
+            elif input_kind(file) == ".parquet":
+                _parquet()
     if tokenizer:
         path = Path(tokenizer)
         if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
@@ -184,53 +109,496 @@ def check_source(data: str, tokenizer: str = "") -> None:
                               f"Correct the path, or leave it empty to train one here.")
 
 
-def clean(text: str, counts: Counter) -> str:
-    """A document as it is tokenized; what was changed is added to `counts`. Empty means: drop it."""
+def _zstd():
+    """open(path) -> binary file, for .zst. Raises ConfigError where nothing here can read it."""
+    with contextlib.suppress(ImportError):
+        from compression import zstd                         # Python 3.14
+        return lambda path: zstd.open(path, "rb")
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError("--data: .zst files need the package zstandard (pip install zstandard), or Python 3.14. "
+                          "Install it, or decompress them.") from None
+    return lambda path: io.BufferedReader(_Frames(path, zstandard.ZstdDecompressor), 1 << 20)
+
+
+class _Frames(io.RawIOBase):
+    """A .zst file as zstandard reads it, but with an error where its own reader would take a file that is cut off as whole."""
+
+    def __init__(self, path: str, decompressor):
+        self._file, self._new, self._frame, self._ready = open(path, "rb"), decompressor, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            block = self._frame.unused_data if self._frame and self._frame.eof else b""
+            if not (block := block or self._file.read(1 << 17)):
+                if self._frame and not self._frame.eof:
+                    raise EOFError("it is cut off")
+                return 0
+            if not self._frame or self._frame.eof:
+                self._frame = self._new().decompressobj()
+            self._ready = memoryview(self._frame.decompress(block))
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _parquet():
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ConfigError("--data: .parquet files need the package pyarrow (pip install pyarrow). "
+                          "Install it, or convert them to .jsonl.") from None
+    return parquet
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Records: what a file holds, one document after another
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _decode(raw: bytes, counts: Counter) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        counts["invalid_utf8_replaced"] += 1
+        return raw.decode(errors="replace")
+
+
+def clean(text: str, counts: Counter) -> bytes:
+    """A document as it is tokenized, in UTF-8; what was changed is added to `counts`. Empty means: drop it."""
     if text.startswith("\ufeff"):
         counts["bom_removed"] += 1
         text = text[1:]
-    if "\r\n" in text:
+    if "\r" in text and "\r\n" in text:                      # one letter is found ten times as fast as two
         counts["crlf_to_lf"] += 1
         text = text.replace("\r\n", "\n")
-    if re.search("[\ud800-\udfff]", text):                   # JSON may hold half a pair; UTF-8 cannot
-        counts["surrogates_replaced"] += 1
-        text = re.sub("[\ud800-\udfff]", "\ufffd", text)
     if "\0" in text:
         counts["with_nul"] += 1                              # kept: byte fallback stands for it
     if not text or text.isspace():
         counts["empty_dropped"] += 1
-        return ""
+        return b""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:                               # JSON may hold half a surrogate pair; UTF-8 cannot
+        counts["surrogates_replaced"] += 1
+        return re.sub("[\ud800-\udfff]", "\ufffd", text).encode()
+
+
+def _bounded(raw: bytes, where: str) -> bytes:
+    if len(raw) > MAX_DOCUMENT:
+        raise ConfigError(f"{where} is longer than {MAX_DOCUMENT:,} bytes, too long for one document. Split it.")
+    return raw
+
+
+def _lines(file, begin: int, end: int, where: str):
+    """The lines of an open file that begin in bytes [begin, end)."""
+    if begin:
+        file.seek(begin - 1)
+        while (skipped := file.readline(1 << 20)) and not skipped.endswith(b"\n"):
+            pass
+        begin = file.tell()
+    while begin < end and (raw := file.readline(MAX_DOCUMENT + 1)):
+        begin += len(raw)
+        yield _bounded(raw, where)
+
+
+def _parse(raw: bytes, where, counts: Counter) -> str | None:
+    """The text of a line of JSON; None for an empty line. where() says which line it is."""
+    line = _decode(raw, counts).lstrip("\ufeff")
+    if not line or line.isspace():
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where()} is not JSON ({error}). Correct or delete the line.") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ConfigError(f"{where()} has no string under the key \"text\". Write one object {{\"text\": \"...\"}} per line.")
     return text
 
 
-def _decode(raw: bytes, counts: Counter) -> str:
-    text = raw.decode("utf-8", errors="replace")
-    if "\ufffd" in text and raw.count(b"\xef\xbf\xbd") != text.count("\ufffd"):
-        counts["invalid_utf8_replaced"] += 1
-    return text
+def _rows(path: str, where: str):
+    """The column "text" of a .parquet file, a batch of rows in memory at a time."""
+    parquet = _parquet()
+    import pyarrow
+    try:
+        file = parquet.ParquetFile(path)
+        if "text" not in file.schema_arrow.names:
+            raise ConfigError(f"{where} has no column \"text\" (it has {', '.join(file.schema_arrow.names)}). Rename one.")
+        if not pyarrow.types.is_string(kind := file.schema_arrow.field("text").type) and not pyarrow.types.is_large_string(kind):
+            raise ConfigError(f"{where}: its column \"text\" holds {kind}, not strings. Convert it.")
+        for batch in file.iter_batches(64, columns=["text"]):
+            yield from (cell.as_py() or "" for cell in batch.column(0))
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{where} is not a sound .parquet file ({error}). Copy or make it again.") from None
 
 
-def _user_documents(data: str, files: list[Path], counts: Counter):
-    """Yields ("text", document): a .txt file is one document, a .jsonl file one per line."""
-    for file in files:
-        if file.suffix == ".txt":
-            yield "text", _decode(file.read_bytes(), counts)
-            continue
-        with open(file, "rb") as lines:
-            for number, raw in enumerate(lines, 1):
-                line = _decode(raw, counts).lstrip("\ufeff")
-                if not line.strip():
-                    continue
-                where = f"--data={data!r}: {str(file)!r} line {number}"
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise ConfigError(f"{where} is not JSON ({error}). Correct or delete the line.") from None
-                if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                    raise ConfigError(f"{where} has no string under the key \"text\". "
-                                      f"Write one object {{\"text\": \"...\"}} per line.")
-                yield "text", record["text"]
+def _open(path: str, kind: str):
+    return gzip.open(path, "rb") if kind.endswith(".gz") else _zstd()(path) if kind.endswith(".zst") else open(path, "rb")
 
+
+def _span_records(path: str, begin: int, end: int, setting: str, counts: Counter, skip: int):
+    """Yields the text of each record that begins in bytes [begin, end) of a file, and None for the `skip` first ones and for
+    empty lines: a .txt file is one record, a .jsonl file has one per line, a .parquet file one per row.
+
+    A compressed file, and a .parquet file, is one span. Raises ConfigError naming file and line."""
+    kind, where = input_kind(Path(path)), f"{setting}: {path!r}"
+    if kind == ".parquet":
+        for n, text in enumerate(_rows(path, where)):
+            yield None if n < skip else text
+        return
+    packed = kind not in TEXT
+    try:
+        with _open(path, kind) as file:
+            if kind.startswith(".txt"):
+                yield None if skip > 0 else _decode(_bounded(file.read(MAX_DOCUMENT + 1), where), counts)
+                return
+
+            def line(n: int) -> str:
+                before = 0
+                if begin:                                    # only for the message: lines before this span
+                    with open(path, "rb") as f:
+                        for at in range(0, begin, 1 << 24):
+                            before += f.read(min(1 << 24, begin - at)).count(b"\n")
+                        f.seek(begin - 1)
+                        before += f.read(1) != b"\n"
+                return f"{where} line {before + n + 1}"
+
+            for n, raw in enumerate(_lines(file, begin, 1 << 62 if packed else end, where)):
+                yield None if n < skip else _parse(raw, lambda: line(n), counts)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{where} cannot be decompressed ({error}). Copy or make it again.") from None
+    except Exception as error:
+        if type(error).__name__ != "ZstdError":              # of either zstd package
+            raise
+        raise ConfigError(f"{where} cannot be decompressed ({error}). Copy or make it again.") from None
+
+
+def _key(raw: bytes) -> tuple[int, int]:
+    """Two 64-bit numbers of a document's content: the first decides whether it is held out, the second its place in samples."""
+    h = hashlib.sha256(raw).digest()
+    return int.from_bytes(h[:8], "little"), int.from_bytes(h[8:16], "little")
+
+
+def _documents(unit: dict, rule: dict, counts: Counter, skip: int = 0):
+    """Yields (records read so far, document, its key, whether it is held out) for a unit's spans, after `skip` records."""
+    n = 0
+    for path, begin, end in unit["spans"]:
+        for text in _span_records(path, begin, end, unit["setting"], counts, skip - n):
+            n += 1
+            if text is None or not (raw := clean(text, counts)):
+                continue
+            if rule["kind"] == "split":                      # one document in all: its end is held out, from a line's start
+                counts["split_single_document"] += 1
+                yield n, raw[:rule["cut"]], _key(raw[:rule["cut"]]), False
+                yield n, raw[rule["cut"]:], _key(raw[rule["cut"]:]), True
+                continue
+            key = _key(raw)
+            yield n, raw, key, key[0] == rule["lowest"] if rule["kind"] == "lowest" else key[0] < HELD_OUT * 2**64
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Units: what one process does at a time, of bounded size and the same however many there are
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _stamp(path) -> list[int]:
+    """What changes with a file: its size and time."""
+    found = os.stat(path)
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _units(files: list[tuple[str, str, int]], setting: str, part_bytes: int, step: int = 0) -> list[dict]:
+    """Cut and group (path, domain, size) into units of about part_bytes, in order. A unit: spans [path, begin, end], domain.
+
+    step: where any file is cut; without it, .jsonl files at part_bytes (their lines belong where they begin), others never."""
+    units, room = [], 0
+    for path, domain, size in files:
+        kind = input_kind(Path(path))
+        cut = step or (part_bytes if kind == ".jsonl" else max(size, 1))
+        for begin in range(0, size, cut):
+            end = min(begin + cut, size)
+            cost = (end - begin) * (1 if step or kind in TEXT else 4)        # what compressed text may grow to
+            if cost > room or units[-1]["domain"] != domain:
+                units.append({"spans": [], "domain": domain, "setting": setting, "bytes": 0})
+                room = part_bytes
+            units[-1]["spans"].append([path, begin, end])
+            units[-1]["bytes"] += end - begin
+            room -= cost
+    return units
+
+
+def _rule(units: list[dict]) -> dict:
+    """How documents are held out: 1% by content hash. It reads until there is one of either kind; where there is not (few
+    documents), the lowest hash is held out, and of a single document its end.
+
+    Raises ConfigError where there is no text, or nothing that can be held out."""
+    counts, n, seen, lowest, first = Counter(), 0, set(), 1 << 64, None
+    different, setting = False, units[0]["setting"]
+    for unit in units:
+        for _, raw, key, held in _documents(unit, {"kind": "hash"}, counts):
+            seen.add(held)
+            if len(seen) == 2:
+                return {"kind": "hash"}
+            different = different or n > 0 and key[0] != lowest
+            n, lowest, first = n + 1, min(lowest, key[0]), raw if n == 0 else None
+    if not n:
+        raise ConfigError(f"{setting} has no text in it: {dict(counts)}. Give documents that are not empty.")
+    if n == 1:
+        cut = first.rfind(b"\n", 0, int(len(first) * (1 - HELD_OUT))) + 1
+        if not 0 < cut < len(first):
+            raise ConfigError(f"{setting} is one document of one line, so nothing can be held out for validation. "
+                              f"Give at least two documents or two lines.")
+        return {"kind": "split", "cut": cut}
+    if not different:
+        raise ConfigError(f"{setting} holds one document {n} times, so nothing can be held out for "
+                          f"validation. Give different documents.")
+    return {"kind": "lowest", "lowest": lowest}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work: what a process does with a unit
+# ---------------------------------------------------------------------------------------------------------------------
+
+def _hash(task: dict, tell) -> list[str]:
+    """The hash of each span."""
+    found = []
+    for path, begin, end in task["spans"]:
+        h, left = hashlib.sha256(), end - begin
+        with open(path, "rb") as f:
+            f.seek(begin)
+            while left and (block := f.read(min(left, 1 << 20))):
+                h.update(block)
+                left -= len(block)
+        found.append(h.hexdigest())
+    return found
+
+
+def _sample(task: dict, tell) -> list:
+    """[place, text] of the training documents with the lowest places, up to SAMPLE_BYTES and below the place task["below"]."""
+    heap, total = [], 0
+    for _, raw, (_, place), held in _documents(task, task["rule"], Counter()):
+        if not held and place < task["below"]:
+            raw = raw[:SAMPLE_BYTES]
+            heapq.heappush(heap, (-place, raw))
+            total += len(raw)
+            while total - len(heap[0][1]) >= SAMPLE_BYTES:
+                total -= len(heapq.heappop(heap)[1])
+    return [[-place, raw.decode(errors="ignore")] for place, raw in heap]
+
+
+@lru_cache(1)
+def _encoder(model: str, vocab: int, kind: str) -> Encoder:
+    return Encoder(Path(model).read_bytes(), vocab, kind)
+
+
+def _note(folder: Path, unit: int, part: int) -> Path:
+    return folder / f".part-{unit:05d}-{part:03d}.json"
+
+
+def _parts(folder: Path, unit: int) -> list[dict]:
+    """The notes on a unit's finished parts."""
+    found = []
+    while (path := _note(folder, unit, len(found))).is_file():
+        found.append(json.loads(path.read_bytes()))
+    return found
+
+
+class Part:
+    """The shards of one part while they are written, under names that no other process uses."""
+
+    def __init__(self, folder: Path, task: dict, number: int, encoder: Encoder):
+        self.folder, self.task, self.encoder, self.number = folder, task, encoder, number
+        self.note = _note(folder, task["unit"], number)
+        self.name, self.batch, self.batch_bytes, self.bytes = self.note.stem, [], 0, Counter()
+        self.tmp = f"{self.name}.{os.uname().nodename}.{os.getpid()}"
+        self.writers = {split: ShardWriter(folder / f"{self.tmp}.{split}", encoder.dtype) for split in SPLITS}
+
+    def add(self, raw: bytes, split: str) -> bool:
+        """Takes a document; True where it was time to encode and write."""
+        self.batch.append((raw, split))
+        self.batch_bytes += len(raw)
+        if full := self.batch_bytes >= BATCH_BYTES:
+            self.flush()
+        return full
+
+    def flush(self) -> None:
+        if not self.bytes:
+            self.encoder.trust([raw for raw, _ in self.batch])
+        for (raw, split), tokens in zip(self.batch, self.encoder([raw for raw, _ in self.batch])):
+            self.writers[split].add(tokens)
+            self.bytes[split] += len(raw)
+        self.batch, self.batch_bytes = [], 0
+
+    def commit(self, **facts) -> None:
+        """Sync the shards, name them, and only then note the part as finished."""
+        self.flush()
+        for (path, *_), stamp in zip(self.task["spans"], self.task["stamps"]):
+            if _stamp(path) != stamp:                        # else its tokens would go by the hash of what it was
+                raise ConfigError(f"{self.task['setting']}: {path!r} was changed while it was read. Leave it, and run again.")
+        splits, files = {}, {}
+        for split, writer in self.writers.items():
+            done = writer.close()
+            for suffix, file in done.pop("files").items():
+                written = self.folder / f"{self.tmp}.{split}{suffix}"
+                if done["documents"]:
+                    written.rename(self.folder / f"{self.name}.{split}{suffix}")
+                    files[f"{split}{suffix}"] = file
+                else:
+                    written.unlink()
+            splits[split] = {**done, "bytes": self.bytes[split]}
+        write_synced(self.note, json.dumps({"splits": splits, "files": files, "encoder": self.encoder.note, **facts}).encode())
+
+    def discard(self) -> None:
+        for path in self.folder.glob(f"{self.tmp}.*"):
+            path.unlink()
+
+
+def _encode_unit(task: dict, tell) -> None:
+    """Write a unit's parts, those that are not finished yet. A part closes when its text has task["part_bytes"] (compressed
+    files may grow to many). tell(bytes of text) now and then."""
+    folder, encoder = Path(task["folder"]), _encoder(task["model"], task["vocab"], task["encoder"])
+    finished = _parts(folder, task["unit"])
+    if finished and finished[-1]["last"]:
+        return
+    counts, records = Counter(), finished[-1]["records"] if finished else 0
+    part = Part(folder, task, len(finished), encoder)
+    try:
+        for n, raw, _, held in _documents(task, task["rule"], counts, skip=records):
+            if sum(part.bytes.values()) + part.batch_bytes >= task["part_bytes"] and n > records:
+                part.commit(records=records, last=False, cleaning=dict(counts), domain=task["domain"])
+                part = Part(folder, task, part.number + 1, encoder)
+                counts.clear()
+            records = n
+            if part.add(raw, "val" if held else "train"):
+                tell(sum(part.bytes.values()))
+        part.commit(records=records, last=True, cleaning=dict(counts), domain=task["domain"])
+    except BaseException:
+        part.discard()
+        raise
+
+
+def work(task: dict, tell):
+    return {"hash": _hash, "sample": _sample, "encode": _encode_unit}[task["do"]](task, tell)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes: one line of JSON to each for a task, lines of JSON back
+# ---------------------------------------------------------------------------------------------------------------------
+
+def serve() -> None:
+    """A worker process: tasks come on stdin, answers go to stdout. When stdin closes, the parent is gone and so is this."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                                            # what a library prints is no answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)             # the parent's to handle
+    tasks = queue.SimpleQueue()
+
+    def listen():
+        for line in sys.stdin:
+            tasks.put(json.loads(line))
+        os._exit(1)
+
+    def tell(**answer):
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        try:
+            tell(result=work(tasks.get(), lambda n: tell(bytes=n)))
+        except ConfigError as error:
+            tell(wrong=str(error))
+        except OSError as error:
+            tell(errno=error.errno, text=str(error))
+
+
+class Pool:
+    """Runs tasks on `workers` processes (started when there is enough to do), or here."""
+
+    def __init__(self, workers: int):
+        self.workers, self.processes = workers, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+    def run(self, tasks: list[dict], progress=lambda index, n_bytes: None):
+        """Yields (index of the task, its result) as they come. progress(index, bytes so far) now and then.
+
+        Raises what the task raised (ConfigError, OSError), and ChildProcessError naming the task whose process died."""
+        if self.workers == 1 or len(tasks) < 2 or sum(t["bytes"] for t in tasks) <= FEW_BYTES:
+            for index, task in enumerate(tasks):
+                yield index, work(task, lambda n: progress(index, n))
+            return
+        command = [sys.executable, str(Path(__file__).resolve())]
+        for _ in range(min(self.workers, len(tasks)) - len(self.processes)):
+            self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        todo, doing, pending = iter(enumerate(tasks)), {}, {}
+        with selectors.DefaultSelector() as selector:
+            def give(process):
+                if (following := next(todo, None)) is None:
+                    selector.unregister(process.stdout)
+                    return
+                doing[process], pending[process] = following[0], []
+                with contextlib.suppress(BrokenPipeError):   # it has died: its stdout says so below
+                    process.stdin.write(json.dumps(following[1]).encode() + b"\n")
+                    process.stdin.flush()
+
+            for process in self.processes:
+                selector.register(process.stdout, selectors.EVENT_READ, process)
+                give(process)
+            while selector.get_map():
+                for event, _ in selector.select():
+                    process = event.data
+                    index, block = doing[process], os.read(event.fd, 1 << 20)
+                    if not block:
+                        raise ChildProcessError(_obituary(process.wait(), tasks[index]))
+                    *lines, rest = block.split(b"\n")
+                    if lines:
+                        lines[0] = b"".join(pending[process]) + lines[0]
+                        pending[process] = []
+                    pending[process].append(rest)
+                    for line in lines:
+                        answer = json.loads(line)
+                        if "bytes" in answer:
+                            progress(index, answer["bytes"])
+                        elif "wrong" in answer:
+                            raise ConfigError(answer["wrong"])
+                        elif "errno" in answer:
+                            raise OSError(answer["errno"], answer["text"])
+                        else:
+                            yield index, answer["result"]
+                            give(process)
+
+
+def _obituary(code: int, task: dict) -> str:
+    (path, begin, _), (last, _, end) = task["spans"][0], task["spans"][-1]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    place = f"{path!r} from byte {begin:,} to " + (f"{end:,}" if path == last else f"{last!r}, byte {end:,}")
+    what = f"part {task['unit']} ({place})" if "unit" in task else place
+    return (f"the process that worked on {what} {how}. If the machine was short of memory, use fewer --workers. "
+            f"Finished parts are kept: run the same command again to go on.")
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The embedded corpus: two domains from the Python that is installed
+# ---------------------------------------------------------------------------------------------------------------------
 
 def _embedded_files() -> list[bytes]:
     """Python sources of the standard library and PACKAGES, each content once, in hash order, so that neither
@@ -322,272 +690,326 @@ def _embedded_documents(files: list[bytes], counts: Counter):
             yield "code", source
 
 
-def _content_key(raw: bytes) -> np.ndarray:
-    """u64 [2] of a document: the first number decides whether it is held out, the second its place in samples."""
-    return np.frombuffer(hashlib.sha256(raw).digest()[:16], "<u8")
-
-
-def _write_corpus(out: Path, documents, counts: Counter, setting: str) -> dict:
-    """Writes text.bin (UTF-8), offsets [N+1] i64, keys [N, 2] u64 (content hash), held [N] u8, domain [N] u8."""
-    offsets, keys, domain, names = [0], [], [], []
-    with open(out / "text.bin", "wb") as f:
-        for name, text in documents:
-            if text := clean(text, counts):
-                raw = text.encode()
-                f.write(raw)
-                offsets.append(offsets[-1] + len(raw))
-                keys.append(_content_key(raw))
-                if name not in names:
-                    names.append(name)
-                domain.append(names.index(name))
-    if not keys:
-        raise ConfigError(f"{setting} has no text in it: {dict(counts)}. Give documents that are not empty.")
-    keys_N2 = np.stack(keys)
-    held_N = keys_N2[:, 0] < np.uint64(HELD_OUT * 2**64)
-    if len(keys) == 1:                                       # one file of text: hold out its end, from a line's start
-        raw = (out / "text.bin").read_bytes()
-        cut = raw.rfind(b"\n", 0, int(len(raw) * (1 - HELD_OUT))) + 1
-        if not 0 < cut < len(raw):
-            raise ConfigError(f"{setting} is one document of one line, so nothing can be held out for validation. "
-                              f"Give at least two documents or two lines.")
-        offsets, domain, held_N = [0, cut, len(raw)], domain * 2, np.array([False, True])
-        keys_N2 = np.stack([_content_key(raw[:cut]), _content_key(raw[cut:])])
-        counts["split_single_document"] += 1
-    elif held_N.all() or not held_N.any():                   # few documents: the lowest hash is held out
-        held_N = keys_N2[:, 0] == keys_N2[:, 0].min()
-        if held_N.all():
-            raise ConfigError(f"{setting} holds one document {len(keys)} times, so nothing can be held out for "
-                              f"validation. Give different documents.")
-    offsets, domain_N = np.array(offsets, "<i8"), np.array(domain, np.uint8)
-    for name, array in dict(offsets=offsets, keys=keys_N2, held=held_N.astype(np.uint8), domain=domain_N).items():
-        array.tofile(out / f"{name}.bin")
-    domains = {name: {"documents": int((domain_N == i).sum()), "bytes": int(np.diff(offsets)[domain_N == i].sum()),
-                      "held_out": int(held_N[domain_N == i].sum())} for i, name in enumerate(names)}
-    return {"domains": domains, "cleaning": dict(counts)}
-
-
-def read_corpus(cache: Path, data: str, log) -> Path:
-    """The corpus stage. Its name follows from the content of the source files, not their names or times."""
+def read_embedded(cache: Path, log) -> Path:
+    """The corpus stage, of the embedded corpus only: prose.jsonl and code.jsonl. Its name follows from the sources' content."""
     start = time.perf_counter()
-    if data == "embedded":
-        files = _embedded_files()
-        hashes = [hashlib.sha256(raw).hexdigest() for raw in files]
-        n_bytes = sum(map(len, files))
-        # another Python parses other files, so it is part of the name; package versions are only told
-        key = ["embedded", "%d.%d" % sys.version_info[:2], PACKAGES, MIN_DOCSTRING, MAX_SOURCE]
-        versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
-        versions["python"] = "%d.%d.%d" % sys.version_info[:3]
-    else:
-        hashed = sorted((file_sha256(file), file.suffix, file) for file in _user_files(data))
-        files = [file for _, _, file in hashed]
-        hashes = [sha + suffix for sha, suffix, _ in hashed]
-        n_bytes = sum(file.stat().st_size for file in files)
-        key, versions = ["files"], {}
+    files = _embedded_files()
+    hashes = [hashlib.sha256(raw).hexdigest() for raw in files]
+    # another Python parses other files, so it is part of the name; package versions are only told
+    key = ["embedded", "%d.%d" % sys.version_info[:2], PACKAGES, MIN_DOCSTRING, MAX_SOURCE]
+    versions = {name: importlib.metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+    versions["python"] = "%d.%d.%d" % sys.version_info[:3]
 
     def build(out: Path) -> dict:
-        counts = Counter()
-        documents = _embedded_documents(files, counts) if data == "embedded" else _user_documents(data, files, counts)
-        manifest = _write_corpus(out, documents, counts, f"--data={data!r}")
-        sources = {"files": len(files), "bytes": n_bytes, "sha256": digest(hashes)}
-        log(f"data: read {len(files):,} files, {n_bytes / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s; "
-            + "; ".join(f"{name} {d['documents']:,} documents, {d['bytes'] / 1e6:.2f} MB, {d['held_out']:,} held out"
-                        for name, d in manifest["domains"].items())
-            + "".join(f"; {name} {n}" for name, n in sorted(counts.items())))
-        return {"stage": "corpus", "sources": sources, "versions": versions, **manifest}
+        counts, written = Counter(), Counter()
+        with open(out / "prose.jsonl", "w") as prose, open(out / "code.jsonl", "w") as code:
+            for domain, text in _embedded_documents(files, counts):
+                (prose if domain == "prose" else code).write(json.dumps({"text": text}) + "\n")
+                written[domain] += 1
+        n_bytes = sum(map(len, files))
+        log(f"data: read {len(files):,} files, {n_bytes / 1e6:.1f} MB in {time.perf_counter() - start:.1f} s: "
+            + ", ".join(f"{n:,} documents of {name}" for name, n in written.items()))
+        return {"stage": "corpus", "versions": versions, "cleaning": dict(counts),
+                "sources": {"files": len(files), "bytes": n_bytes, "sha256": digest(hashes)}}
 
-    return stage(cache, f"corpus-{digest([FORMAT, HELD_OUT, key, hashes])[:16]}", build)
-
-
-class Corpus:
-    """A finished corpus directory, memory-mapped: text [bytes], offsets [N+1] i64, keys [N, 2] u64, held [N] bool."""
-
-    def __init__(self, path: Path):
-        self.manifest = read_manifest(path)
-        self.text = np.memmap(path / "text.bin", np.uint8, "r")
-        self.offsets = np.fromfile(path / "offsets.bin", "<i8")
-        self.keys_N2 = np.fromfile(path / "keys.bin", "<u8").reshape(-1, 2)
-        self.held_N = np.fromfile(path / "held.bin", np.uint8).astype(bool)
-        self.domain_N = np.fromfile(path / "domain.bin", np.uint8)
-
-    def __getitem__(self, i: int) -> str:
-        return self.text[self.offsets[i]:self.offsets[i + 1]].tobytes().decode()
+    return stage(cache, f"corpus-{digest([FORMAT, key, hashes])[:16]}", build)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizer: corpus -> pieces -> one token stream per split
+# The token stage
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _sample_lines(corpus: Corpus):
-    """Lines of training documents in hash order, up to SAMPLE_BYTES; long ones in parts, since the trainer silently
-    drops what exceeds its limit."""
-    budget = SAMPLE_BYTES
-    train = np.flatnonzero(~corpus.held_N)
-    for i in train[np.argsort(corpus.keys_N2[train, 1], kind="stable")]:
+class Progress:
+    """Bytes done so far, as one line rewritten on a terminal, otherwise as a log line every half minute."""
+
+    def __init__(self, what: str, tasks: list[dict], log, done: int = 0):
+        self.what, self.sizes, self.log = what, [t["bytes"] for t in tasks], log
+        self.done, self.first, self.total, self.doing = done, done, done + sum(self.sizes), {}
+        self.tty, self.start = sys.stderr.isatty(), time.perf_counter()
+        self.shown = self.start
+
+    def __call__(self, index: int, n_bytes: int) -> None:
+        self.doing[index] = min(n_bytes, self.sizes[index])
+        self.show()
+
+    def finished(self, index: int) -> None:
+        self.doing.pop(index, None)
+        self.done += self.sizes[index]
+        self.show()
+
+    def show(self) -> None:
+        now, done = time.perf_counter(), self.done + sum(self.doing.values())
+        if now - self.shown < (0.2 if self.tty else 30):
+            return
+        self.shown = now
+        rate = max(1, done - self.first) / (now - self.start)
+        line = (f"{self.what} {done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, "
+                f"{(self.total - done) / rate / 60:.1f} min left")
+        if self.tty:
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            self.log(f"data: {line}")
+
+    def close(self) -> None:
+        if self.tty:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _run(pool: Pool, what: str, tasks: list[dict], log, done: int = 0) -> list:
+    """Results of the tasks in order, with progress shown."""
+    progress, results = Progress(what, tasks, log, done), [None] * len(tasks)
+    try:
+        for index, result in pool.run(tasks, progress):
+            results[index] = result
+            progress.finished(index)
+    finally:
+        progress.close()
+    return results
+
+
+def _source(cache: Path, data: str, pool: Pool, log) -> dict:
+    """What --data stands for: files (path, domain, bytes) in an order that follows from their content, and what is told of
+    them. The key stands for all content."""
+    if data == "embedded":
+        folder = read_embedded(cache, log)
+        manifest = read_manifest(folder)
+        names = ("prose", "code")
+        written = [manifest["files"][f"{name}.jsonl"] for name in names]
+        files = [(str(folder / f"{name}.jsonl"), name, file["bytes"]) for name, file in zip(names, written)]
+        return {"files": files, "stamps": {path: _stamp(path) for path, *_ in files},
+                "key": ["embedded", *(file["sha256"] for file in written)],
+                **{k: manifest[k] for k in ("versions", "cleaning", "sources")}}
+    stamps = {str(path): _stamp(path) for path in _user_files(data)}
+    blocks = _units([(path, "", size) for path, (size, _) in stamps.items()], "", HASH_BLOCK, HASH_BLOCK)
+    tasks = [{"do": "hash", **unit} for unit in blocks]
+    of_file: dict[str, list[str]] = {}
+    for task, hashes in zip(tasks, _run(pool, "hashed", tasks, log)):
+        for (path, _, _), h in zip(task["spans"], hashes):
+            of_file.setdefault(path, []).append(h)
+    hashed = sorted((digest(hashes), input_kind(Path(path)), path) for path, hashes in of_file.items())
+    files = [(path, "text", stamps[path][0]) for _, _, path in hashed]
+    key = digest([h + kind for h, kind, _ in hashed])
+    return {"files": files, "stamps": stamps, "key": ["files", key], "versions": {}, "cleaning": {},
+            "sources": {"files": len(files), "bytes": sum(size for *_, size in files), "sha256": key}}
+
+
+def _sample_texts(pool: Pool, units: list[dict], rule: dict, log):
+    """Training documents in hash order up to SAMPLE_BYTES: a function of the documents alone.
+
+    Only those below a place that should let through twice the wanted text are sent here; too few, and it is raised."""
+    total, share = sum(u["bytes"] for u in units), 2.0
+    while True:
+        below = int(min(1.0, share * SAMPLE_BYTES / max(total, 1)) * 2**64)
+        found = _run(pool, "sampled", [{"do": "sample", "rule": rule, "below": below, **u} for u in units], log)
+        sample = sorted((tuple(entry) for part in found for entry in part))
+        if below >= 2**64 or sum(len(text.encode()) for _, text in sample) >= SAMPLE_BYTES:
+            return [text for _, text in sample]
+        share *= 8
+
+
+def sample_lines(texts: list[str], share: float = 1.0):
+    """Lines up to that share of SAMPLE_BYTES; long ones in parts, since the trainer silently drops what exceeds its limit."""
+    budget = int(share * SAMPLE_BYTES)
+    for text in texts:
         if budget <= 0:
             return
-        text = corpus[i][:budget]
+        text = text[:budget]
         budget -= len(text.encode())
         for line in text.replace("\u2585", "").split("\n"):  # the trainer would drop a line that has this character
             yield from (line[at:at + 4000] for at in range(0, len(line), 4000))
 
 
-def train_tokenizer(lines, vocab: int) -> bytes:
-    """A serialized SentencePiece BPE model with exactly `vocab` pieces, a pure function of the lines.
+def tokenizer_of_texts(cache: Path, sources: list[tuple[int, str]], vocab: int, log) -> str:
+    """The file of a tokenizer that is trained on samples of several texts, (weight, --data) each, in proportion."""
+    total, found = sum(weight for weight, _ in sources), []
+    with Pool(usable_cores()) as pool:
+        for weight, data in sources:
+            if data != "embedded" and is_shards(data):
+                raise ConfigError(f"--data: {data!r} is a Megatron data set, which does not say how it was tokenized. Give the "
+                                  f"SentencePiece .model that it was made with as --tokenizer.")
+            found.append((weight, _source(cache, data, pool, log), f"--data={data!r}"))
 
-    Raises ConfigError where the text cannot fill, or does not fit into, that many pieces."""
-    model = io.BytesIO()
+        def build(folder: Path) -> dict:
+            lines = []
+            for weight, source, setting in found:
+                units = _units(source["files"], setting, MIN_PART)
+                lines += sample_lines(_sample_texts(pool, units, _rule(units), log), weight / total)
+            write_synced(folder / "tokenizer.model", train_tokenizer(lines, vocab))
+            return {"stage": "tokenizer"}
+
+        key = [FORMAT, HELD_OUT, [(weight, source["key"]) for weight, source, _ in found], vocab, SAMPLE_BYTES,
+               sentencepiece.__version__]
+        return str(stage(cache, f"tokenizer-{digest(key)[:16]}", build) / "tokenizer.model")
+
+
+def _finish(folder: Path, units: list[dict]) -> dict:
+    """Give all parts' shards their numbers and add up their counts. Done again after an interruption, it changes nothing."""
+    splits = {split: {"documents": 0, "tokens": 0, "bytes": 0, "tokens_by_domain": Counter()} for split in SPLITS}
+    files, cleaning, domains, notes, number = {}, Counter(), {}, [], Counter()
+    for n in range(len(units)):
+        for k, part in enumerate(_parts(folder, n)):
+            cleaning.update(part["cleaning"])
+            notes += [part["encoder"]] if part["encoder"] and part["encoder"] not in notes else []
+            domain = domains.setdefault(part["domain"], Counter(documents=0, bytes=0, held_out=0))
+            for split, counts in part["splits"].items():
+                for what in ("documents", "tokens", "bytes"):
+                    splits[split][what] += counts[what]
+                splits[split]["tokens_by_domain"][part["domain"]] += counts["tokens"]
+                domain.update(documents=counts["documents"], bytes=counts["bytes"],
+                              held_out=counts["documents"] if split == "val" else 0)
+                if counts["documents"]:
+                    for suffix in (".bin", ".idx"):
+                        name, written = f"{split}-{number[split]:05d}{suffix}", f"{_note(folder, n, k).stem}.{split}{suffix}"
+                        files[name] = part["files"][f"{split}{suffix}"]
+                        if (folder / written).is_file():
+                            (folder / written).rename(folder / name)
+                    number[split] += 1
+    return {"splits": splits, "files": files, "cleaning": dict(cleaning), "domains": domains, "notes": notes}
+
+
+def _no_space(error: OSError, folder: Path, units: list[dict], itemsize: int) -> OSError:
+    """The same error, with what is needed to go on."""
+    finished = [unit for n, unit in enumerate(units) if (parts := _parts(folder, n)) and parts[-1]["last"]]
+    done, total = sum(u["bytes"] for u in finished), sum(u["bytes"] for u in units)
+    written = sum(p.stat().st_size for p in folder.glob("*.bin"))
+    need = (total - done) * (written / done if done else itemsize / 3)
+    return OSError(error.errno, f"{str(folder)!r} is full ({os.strerror(error.errno)}): about {need:,.0f} more bytes are needed "
+                   f"there. {len(finished)} of {len(units)} parts are finished and kept. Free the space, then run the same "
+                   f"command again.")
+
+
+def check_numbers(*settings: tuple) -> None:
+    """Each (name, value, least): a whole number from `least` to 2^31. Raises ConfigError."""
+    for name, value, least in settings:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least or value >= 2**31 and name != "seed":
+            raise ConfigError(f"--{name}={value!r} must be a whole number of at least {least}"
+                              f"{'' if name == 'seed' else ' and below 2^31'}.")
+
+
+def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, encoder: str = "auto", out: str = "") -> Path:
+    """The token stage: the finished token set of these settings, built where it is missing; `data` itself where it names
+    token shards already (see `describe`).
+
+    workers: processes, 0 for the usable cores; out: a directory of its own instead of one in the cache. Raises ConfigError
+    for wrong input, OSError where the disk is full, ChildProcessError where a process died; finished parts are kept."""
+    if encoder not in KINDS:
+        raise ConfigError(f"--encoder={encoder!r}: choose one of {', '.join(KINDS)}.")
+    check_numbers(("vocab", vocab, 1), ("workers", workers, 0))
+    check_source(data, tokenizer)
+    cache = Path(cache)
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=model, vocab_size=vocab, model_type="bpe",
-            normalization_rule_name="identity", byte_fallback=True, split_digits=True, add_dummy_prefix=False,
-            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True,      # runs of spaces: indentation
-            user_defined_symbols=["\n"], character_coverage=0.9995, max_sentence_length=1 << 16,
-            # no <s>: nothing would ever train it, and a prompt could start with it
-            unk_id=0, eos_id=1, bos_id=-1, pad_id=-1, num_threads=1, minloglevel=2)
-    except RuntimeError as error:
-        message = str(error)
-        if "Vocabulary size too high" in message:
-            limit = int(re.search(r"<= (\d+)", message)[1])
-            raise ConfigError(f"--vocab={vocab} is more than this text can fill: at most {limit}. "
-                              f"Use --vocab={limit} or less, or give more text.") from None
-        if "smaller than required_chars" in message:
-            limit = int(re.search(r"vs (\d+)", message)[1])
-            raise ConfigError(f"--vocab={vocab} is too small: bytes and letters of this text alone need {limit}. "
-                              f"Use --vocab={2 * limit} or more.") from None
-        raise
-    return model.getvalue()
-
-
-def wire(message: bytes):
-    """Yields (field number, raw value) of a protobuf message: enough to look into a .model without protobuf."""
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at, value, shift = at + 1, value | (byte & 127) << shift, shift + 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        tag = varint()
-        if tag & 7 == 0:
-            yield tag >> 3, varint().to_bytes(10, "little")
-            continue
-        size = varint() if tag & 7 == 2 else {1: 8, 5: 4}[tag & 7]
-        yield tag >> 3, message[at:at + size]
-        at += size
-
-
-def tokenizer_hash(model: bytes) -> str:
-    """Hash over pieces, scores and types (field 1), normaliser (3), denormaliser (5), and of the training settings (2)
-    the model type (3), the side spaces attach to (24) and byte fallback (35). Not over the bytes:
-    they hold paths and the trainer's thread count."""
-    h = hashlib.sha256()
-    for field, value in wire(model):
-        if field == 2:
-            parts = [part for inner, part in wire(value) if inner in (3, 24, 35)]
-        else:
-            parts = [value] if field in (1, 3, 5) else []
-        for part in parts:
-            h.update(b"%d:%d:" % (field, len(part)) + part)
-    return h.hexdigest()
-
-
-def _load_model(model: bytes, setting: str) -> sentencepiece.SentencePieceProcessor:
-    try:
-        tok = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError:
-        raise ConfigError(f"{setting} is not a SentencePiece model. Give a .model file.") from None
-    if tok.eos_id() < 0:
-        raise ConfigError(f"{setting} has no end-of-sentence piece to end documents with. "
-                          f"Train it with eos_id >= 0.")
-    return tok
-
-
-def load_tokenizer(path) -> sentencepiece.SentencePieceProcessor:
-    """The tokenizer of a prepared directory. Raises ConfigError where there is none."""
-    file = Path(path) / "tokenizer.model"
-    if not file.is_file():
-        raise ConfigError(f"{str(path)!r} has no tokenizer.model. Make it with `python data.py prepare`.")
-    return _load_model(file.read_bytes(), repr(str(file)))
-
-
-def token_bytes(tok) -> np.ndarray:
-    """int64 [pieces]: how many UTF-8 bytes of text each piece stands for; control and unknown pieces 0."""
-    sizes = [0 if tok.is_control(i) or tok.is_unknown(i) else 1 if tok.is_byte(i)
-             else len(tok.id_to_piece(i).replace(SPACE, " ").encode()) for i in range(tok.vocab_size())]
-    return np.array(sizes, np.int64)
-
-
-def encode(tok, texts: list[str]) -> list[list[int]]:
-    """Token ids of each text, without end-of-document. Text that looks like a control piece ("</s>") stays text.
-
-    The one character that SentencePiece cannot tell from a space, U+2581, is written as its three bytes."""
-    ids = tok.encode(texts, num_threads=1)
-    special = [tok.piece_to_id(f"<0x{b:02X}>") for b in SPACE.encode()]
-    exact = all(map(tok.is_byte, special)) and not tok.encode("a", out_type=str)[0].startswith(SPACE)
-    for n, text in enumerate(texts):
-        if SPACE in text and exact:
-            first, *rest = tok.encode(text.split(SPACE), num_threads=1)
-            ids[n] = first + [i for part in rest for i in special + part]
-    return ids
-
-
-def token_dtype(vocab: int) -> np.dtype:
-    """u16 only where its highest value is free to mean "no successor"; the margin is Megatron's."""
-    return np.dtype("<u2") if vocab < 65_500 else np.dtype("<i4")
-
-
-def _write_tokens(out: Path, corpus: Corpus, tok, vocab: int) -> dict:
-    """Writes {split}.tokens, every document with its end token, and {split}.offsets [N+1] i64. Returns the counts."""
-    names = list(corpus.manifest["domains"])
-    counts = {}
-    for split, held in zip(SPLITS, (False, True)):
-        documents = np.flatnonzero(corpus.held_N == held)
-        sizes = np.diff(corpus.offsets)[documents]
-        group_N = np.cumsum(sizes) // ENCODE_BYTES           # documents that are encoded together
-        lengths, per_domain = [], Counter()
-        with open(out / f"{split}.tokens", "wb") as f:
-            for part in np.split(documents, np.flatnonzero(np.diff(group_N)) + 1):
-                for i, ids in zip(part, encode(tok, [corpus[i] for i in part])):
-                    ids.append(tok.eos_id())
-                    np.array(ids, token_dtype(vocab)).tofile(f)
-                    lengths.append(len(ids))
-                    per_domain[names[corpus.domain_N[i]]] += len(ids)
-        np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype("<i8").tofile(out / f"{split}.offsets")
-        counts[split] = {"documents": len(lengths), "tokens": sum(lengths), "bytes": int(sizes.sum()),
-                         "tokens_by_domain": dict(per_domain)}
-    return counts
-
-
-def tokenize(cache: Path, corpus_dir: Path, vocab: int, tokenizer: str, log) -> Path:
-    """The token stage. Raises ConfigError where the tokenizer is unfit or has more pieces than `vocab`."""
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
+                          "another directory, or make it writable (data.py prepare takes --cache).") from None
     given = Path(tokenizer).read_bytes() if tokenizer else b""
     if given:
-        pieces = _load_model(given, f"--tokenizer={tokenizer!r}").vocab_size()
+        pieces = load_model(given, f"--tokenizer={tokenizer!r}").vocab_size()
         if pieces > vocab:
             raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "
                               f"Use --vocab={pieces} or more.")
-    key = tokenizer_hash(given) if given else ["trained", sentencepiece.__version__, SAMPLE_BYTES]
+    if data != "embedded" and is_shards(data):
+        describe(data, vocab, tokenizer)
+        return Path(data)
+    with Pool(workers or usable_cores()) as pool:
+        source = _source(cache, data, pool, log)
+        total = sum(size for *_, size in source["files"])
+        part_bytes = min(max(1 << (total >> 8).bit_length(), MIN_PART), MAX_PART)
+        units = _units(source["files"], f"--data={data!r}", part_bytes)
+        for unit in units:
+            unit["stamps"] = [source["stamps"][path] for path, *_ in unit["spans"]]
+        key = digest([FORMAT, HELD_OUT, part_bytes, source["key"], vocab,
+                      tokenizer_hash(given) if given else ["trained", sentencepiece.__version__, SAMPLE_BYTES]])[:16]
 
-    def build(out: Path) -> dict:
-        corpus, start = Corpus(corpus_dir), time.perf_counter()
-        model = given or train_tokenizer(_sample_lines(corpus), vocab)
-        (out / "tokenizer.model").write_bytes(model)
-        tok, trained = _load_model(model, f"--tokenizer={tokenizer!r}"), time.perf_counter()
-        log(f"data: tokenizer {'read' if given else 'trained'}, {tok.vocab_size():,} pieces in {trained - start:.1f} s")
-        counts = _write_tokens(out, corpus, tok, vocab)
-        seconds = time.perf_counter() - trained
-        total = {k: sum(counts[s][k] for s in SPLITS) for k in ("tokens", "bytes")}
-        log(f"data: encoded {total['tokens']:,} tokens in {seconds:.1f} s ({total['tokens'] / seconds:,.0f} tokens/s, "
-            f"{total['bytes'] / seconds / 1e6:.1f} MB/s, {total['bytes'] / total['tokens']:.2f} bytes per token), "
-            f"{counts['val']['tokens']:,} of them held out")
-        versions = {"sentencepiece": sentencepiece.__version__, **corpus.manifest["versions"]}
-        return {"stage": "tokens", "vocab": vocab, "pieces": tok.vocab_size(), "eod": tok.eos_id(),
-                "dtype": token_dtype(vocab).str, "tokenizer_hash": tokenizer_hash(model), "splits": counts,
-                "versions": versions, **{k: corpus.manifest[k] for k in ("domains", "cleaning", "sources")}}
+        def build(folder: Path) -> dict:
+            for left in folder.glob(f".part-*.{os.uname().nodename}.*"):             # of a killed process
+                left.unlink()
+            try:
+                return _build(folder, source, units, part_bytes, vocab, given, encoder, pool, log)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise _no_space(error, folder, units, token_dtype(vocab).itemsize) from None
 
-    return stage(cache, f"tokens-{digest([FORMAT, corpus_dir.name, vocab, key])[:16]}", build)
+        if not out:
+            return stage(cache, f"tokens-{key}", lambda folder: {**build(folder), "key": key}, f".tokens-{key}.partial")
+        place = Path(out).absolute()
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists() and not (place / "manifest.json").is_file():
+            raise ConfigError(f"--out={out!r} exists and holds no token set. Give a directory that is not there yet.")
+        if place.exists() and read_manifest(place).get("key") != key:
+            raise ConfigError(f"--out={out!r} holds tokens of other settings or other text. Give another directory, or "
+                              f"delete it.")
+        return stage(place.parent, place.name, lambda folder: {**build(folder), "key": key}, f".{place.name}-{key}.partial")
+
+
+def _build(folder: Path, source: dict, units: list[dict], part_bytes: int, vocab: int, given: bytes, encoder: str,
+           pool: Pool, log) -> dict:
+    """Hold out, train the tokenizer where none is given, encode; returns the manifest."""
+    start, model = time.perf_counter(), folder / "tokenizer.model"
+    rule = _rule(units)
+    if not model.is_file():
+        write_synced(model, given or train_tokenizer(sample_lines(_sample_texts(pool, units, rule, log)), vocab))
+    tok = load_model(model.read_bytes(), f"{str(model)!r}")
+    log(f"data: tokenizer {'read' if given else 'trained'}, {tok.vocab_size():,} pieces in {time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    shared = {"do": "encode", "rule": rule, "folder": str(folder), "model": str(model), "vocab": vocab, "encoder": encoder,
+              "part_bytes": part_bytes}
+    tasks = [{**shared, "unit": n, **unit} for n, unit in enumerate(units) if not ((p := _parts(folder, n)) and p[-1]["last"])]
+    if kept := len(units) - len(tasks):
+        log(f"data: {kept} of {len(units)} parts were finished before")
+    _run(pool, "encoded", tasks, log, sum(u["bytes"] for u in units) - sum(t["bytes"] for t in tasks))
+    done, seconds = _finish(folder, units), time.perf_counter() - start
+    for note in done.pop("notes"):
+        log(f"data: {note}")
+    tokens, n_bytes = (sum(done["splits"][split][k] for split in SPLITS) for k in ("tokens", "bytes"))
+    counts = Counter(done["cleaning"]) + Counter(source["cleaning"])
+    log("data: " + "; ".join(f"{name} {d['documents']:,} documents, {d['bytes'] / 1e6:.2f} MB, {d['held_out']:,} held out"
+                             for name, d in done["domains"].items())
+        + "".join(f"; {name} {n}" for name, n in sorted(counts.items())))
+    log(f"data: encoded {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s, "
+        f"{n_bytes / seconds / 1e6:.1f} MB/s, {n_bytes / tokens:.2f} bytes per token), "
+        f"{done['splits']['val']['tokens']:,} of them held out")
+    return {**done, "stage": "tokens", "vocab": vocab, "pieces": tok.vocab_size(), "eod": tok.eos_id(), "cleaning": dict(counts),
+            "dtype": token_dtype(vocab).str, "tokenizer_hash": tokenizer_hash(model.read_bytes()), "sources": source["sources"],
+            "versions": {"sentencepiece": sentencepiece.__version__, **source["versions"]}}
+
+
+def describe(path, vocab: int, tokenizer: str = "") -> dict:
+    """The manifest of a token set, or what stands for it of a foreign Megatron data set, which must come with the tokenizer
+    that it was made with. Adds "tokenizer", the path of the .model.
+
+    Raises ConfigError where tokenizer, vocabulary and tokens do not belong together (by a look at the first tokens of each
+    shard; `verify` reads all)."""
+    given = Path(tokenizer).read_bytes() if tokenizer else b""
+    if (Path(path) / "manifest.json").is_file():
+        manifest, model = read_manifest(path), Path(path) / "tokenizer.model"
+        if given and tokenizer_hash(given) != manifest["tokenizer_hash"]:
+            raise ConfigError(f"--tokenizer={tokenizer!r} is not the tokenizer of --data={str(path)!r}. Leave it empty.")
+        if manifest["pieces"] > vocab:
+            raise ConfigError(f"--vocab={vocab} is less than the {manifest['pieces']} pieces of --data={str(path)!r}. "
+                              f"Use --vocab={manifest['pieces']} or more.")
+        return {**manifest, "vocab": vocab, "dtype": token_dtype(vocab).str, "tokenizer": str(model)}
+    if not given:
+        raise ConfigError(f"--data={str(path)!r} is a Megatron data set, which does not say how it was tokenized. Give the "
+                          f"SentencePiece .model that it was made with as --tokenizer.")
+    tok, shards = load_model(given, f"--tokenizer={tokenizer!r}"), Shards(path, "all")
+    if not shards.n_documents:
+        raise ConfigError(f"--data={str(path)!r} holds no documents.")
+    for prefix, tokens in zip(shards.prefixes, shards.bins):
+        first = tokens[:1 << 16]
+        if len(first) and (first.min() < 0 or first.max() >= tok.vocab_size()):
+            raise ConfigError(f"{prefix}.bin holds token {max(int(first.max()), int(first.min()), key=abs)}, outside the "
+                              f"{tok.vocab_size():,} pieces of --tokenizer={tokenizer!r}. Give the tokenizer it was made with.")
+    splits = {}
+    for split in SPLITS:
+        of_split = Shards(path, split)
+        splits[split] = {"documents": of_split.n_documents, "tokens": of_split.n_tokens, "bytes": 0,
+                         "tokens_by_domain": {"text": of_split.n_tokens}}
+    return {"stage": "tokens", "vocab": vocab, "pieces": tok.vocab_size(), "eod": tok.eos_id(), "dtype": token_dtype(vocab).str,
+            "tokenizer_hash": tokenizer_hash(given), "splits": splits, "versions": {}, "domains": {}, "cleaning": {},
+            "sources": {}, "files": {}, "tokenizer": tokenizer}
+
+
+if __name__ == "__main__":
+    serve()

@@ -38,12 +38,13 @@ import torch
 from torch import Tensor
 
 import checkpoint
-import corpus
 import data
 import export
 import launch
+import tokenizer
 import train
 from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
+from order import Order
 from parallel import Grid, State, Transport, gather, layer_buckets, make_buckets, make_grid
 
 
@@ -119,20 +120,40 @@ def open_run(s: Settings, device: torch.device) -> Run:
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
     hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer,
                              dtype=train.resolve_dtype(s.dtype, device))
-    corpus.check_source(hp.data, hp.tokenizer)
+    train.declared(hp, [])
     return Run(path, manifest, hp, Model(**manifest["model"]))
 
 
-def open_data(run: Run, grid: Grid, device: torch.device) -> Path:
+class Seen(NamedTuple):
+    """The run's prepared data, and the order in which it saw them."""
+
+    blends: list[data.Blend]  # of each stage
+    order: Order
+    step: int
+
+    @property
+    def blend(self) -> data.Blend:
+        """Of the last step's stage."""
+        return self.blends[self.order.leg(max(self.step - 1, 0)).stage]
+
+
+def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     """The run's prepared data, rebuilt where they are missing. Raises ConfigError where they are not the run's."""
-    path = train.prepare_data(run.hp, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
-    now, then = data.Rows(path, "val").fingerprint, run.manifest["fingerprint"]
-    if then not in (None, now):  # None: imported, and not trained since
-        hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
-                if run.hp.data == "embedded" else "restore those files, or give their place with --data=PATH")
-        raise ConfigError(f"--data={run.hp.data}: not what {run.path} was trained on (fingerprint {now[:12]}, the "
-                          f"checkpoint's is {then[:12]}); {hint}")
-    return path
+    hp, manifest = run.hp, run.manifest
+    imported = manifest["fingerprint"] is None  # and not trained since: any data will do
+    stages = train.declared(hp, []) if imported else [train.Stage(**values) for values in manifest["declared"]]
+    if len(stages) == 1:
+        stages = [dataclasses.replace(stages[0], data=hp.data)]  # they may have moved
+    blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
+    for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
+        if blend.fingerprint != pinned["fingerprint"]:
+            hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
+                    if stage.data == "embedded" else "restore those files, or give their place with --data=PATH")
+            raise ConfigError(f"--data={stage.data}: not what {run.path} was trained on (fingerprint "
+                              f"{blend.fingerprint[:12]}, the checkpoint's is {pinned['fingerprint'][:12]}); {hint}")
+    rows_per_step = [[0, 1]] if imported else manifest["rows_per_step"]
+    order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], rows_per_step, hp.seed, hp.balance)
+    return Seen(blends, order, manifest["step"])
 
 
 def as_trained(run: Run) -> Transport:
@@ -245,16 +266,37 @@ def fit_tables(counted: np.ndarray, left_out: np.ndarray, vocab: int) -> dict[st
     return {name: fit_weights(table, left_out)._replace(counts=everything) for name, table in start.items()}
 
 
-def seen_pairs(rows: data.Rows, positions: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of the rows at the first so many positions of training, as often as they were seen: (counted, left out).
+def seen_rows(seen: Seen, fit_tokens: int) -> tuple[dict[tuple[int, int], np.ndarray], int]:
+    """({(stage, corpus): numbers of rows, as often as they were seen}, tokens) of the first steps, as many as have fit_tokens;
+    at least a row."""
+    found: dict[tuple[int, int], list] = {}
+    tokens = 0
+    for step in range(seen.step):
+        stage, corpus_R, row_R = seen.order.rows(step)
+        length = seen.blends[stage].seq_len
+        many = min(len(row_R), max((fit_tokens - tokens) // length, 0 if tokens else 1))
+        for corpus in np.unique(corpus_R[:many]).tolist():
+            found.setdefault((stage, corpus), []).append(row_R[:many][corpus_R[:many] == corpus])
+        tokens += many * length
+        if many < len(row_R):
+            break
+    return {key: np.concatenate(rows) for key, rows in found.items()}, tokens
+
+
+def seen_pairs(seen: Seen, rows: dict[tuple[int, int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of these rows of each stage and corpus, as often as they are named: (counted, left out).
 
     The rows left out are the last by number: documents lie in random order along the rows, and most end inside the
     block, whereas scattered rows would share theirs with counted neighbours."""
-    ids = np.sort(data.row_ids(0, positions, len(rows), seed))
-    distinct = np.unique(ids)
-    kept = max(1, len(distinct) * (LEFT_OUT - 1) // LEFT_OUT)
-    cut = np.searchsorted(ids, distinct[kept - 1], "right")  # of a single row nothing is left out: equal weights then
-    return pair_keys(rows, ids[:cut]), pair_keys(rows, ids[cut:])
+    counted, left_out = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for (stage, corpus), ids in rows.items():
+        ids, source = np.sort(ids), seen.blends[stage].corpora[corpus]
+        distinct = np.unique(ids)
+        kept = max(1, len(distinct) * (LEFT_OUT - 1) // LEFT_OUT)
+        cut = np.searchsorted(ids, distinct[kept - 1], "right")  # of a single row nothing is left out: equal weights then
+        counted.append(pair_keys(source, ids[:cut]))
+        left_out.append(pair_keys(source, ids[cut:]))
+    return np.concatenate(counted), np.concatenate(left_out)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -278,19 +320,19 @@ def loss(argv: list[str]) -> int:
     run = open_run(s, where.device)
     launch.setup(where)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, s.replicas, run.m)
-    path = open_data(run, grid, where.device)
-    held_out = data.Rows(path, "val")
+    seen = open_data(run, grid, where.device)
+    held_out = seen.blend.held_out
     state = load_state(run, grid, where.device)
     mean, targets = train.held_out_loss(held_out, s.rows, state, grid, run.m, as_trained(run), where.device)
     if where.rank == 0:
         keys = pair_keys(held_out, range(min(s.rows or len(held_out), len(held_out))))
         assert len(keys) == targets, f"{targets} targets were measured, the rows have {len(keys)}"
-        result = compare(s, run, path, mean, keys)
+        result = compare(s, run, seen, mean, keys)
         result |= {"dtype": run.hp.dtype, "ranks": where.world, "seconds": round(time.perf_counter() - start, 1)}
         print_table(result)
         if s.tasks:
             del state  # the tasks' process loads the model again
-            result["tasks"] = through_export(s, run, path, where.device)
+            result["tasks"] = through_export(s, run, seen.blend.path)
             print_scores(result["tasks"])
         record(result, run, s.wandb)
     return launch.EXIT_OK
@@ -309,21 +351,19 @@ def record(result: dict, run: Run, wandb: str):
         to.finish()
 
 
-def compare(s: LossSettings, run: Run, path: Path, mean: float, keys: np.ndarray) -> dict:
+def compare(s: LossSettings, run: Run, seen: Seen, mean: float, keys: np.ndarray) -> dict:
     """The model's mean loss beside the tables', as an object for evals.jsonl. keys: the held-out pairs."""
-    rows, n_held_out, step = data.Rows(path, "train"), len(data.Rows(path, "val")), run.manifest["step"]
-    seen = step * run.hp.rows_per_step
-    positions = min(seen, max(s.fit_tokens // rows.seq_len, 1))
-    # an imported model has seen nothing here yet
-    tables = fit_tables(*seen_pairs(rows, positions, run.hp.seed), rows.vocab) if positions else {}
-    n_bytes = int(corpus.token_bytes(corpus.load_tokenizer(path))[keys % rows.vocab].sum())
+    blend, n_held_out = seen.blend, len(seen.blend.held_out)
+    rows, fit_tokens = seen_rows(seen, s.fit_tokens)
+    tables = fit_tables(*seen_pairs(seen, rows), blend.vocab) if rows else {}  # an imported model has seen nothing here yet
+    n_bytes = int(tokenizer.token_bytes(tokenizer.load_tokenizer(blend.path))[keys % blend.vocab].sum())
     nats = {"model": mean}
     for name in reversed(tables):
         nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
-    nats["chance"] = math.log(rows.vocab)
+    nats["chance"] = math.log(blend.vocab)
     return {
-        "time": time.strftime("%Y-%m-%d %H:%M:%S"), "checkpoint": str(run.path), "step": step,
-        "tokens": seen * rows.seq_len, "fit_tokens": positions * rows.seq_len,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"), "checkpoint": str(run.path), "step": seen.step,
+        "tokens": seen.order.tokens_before(seen.step), "fit_tokens": fit_tokens,
         "rows": min(s.rows or n_held_out, n_held_out), "targets": len(keys), "bytes": n_bytes, "nats": nats,
         "bits_per_byte": {name: bits_per_byte(x * len(keys), n_bytes) for name, x in nats.items()},
     }
@@ -460,11 +500,11 @@ def sample(argv: list[str]) -> int:
     run = open_run(s, where.device)
     launch.setup(where)
     grid = make_grid(0, 1, 1, 1, run.m)
-    tok = corpus.load_tokenizer(open_data(run, grid, where.device))
+    tok = tokenizer.load_tokenizer(open_data(run, grid, where.device).blend.path)
     weights = whole_weights(load_state(run, grid, where.device), grid, run.m, as_trained(run))
     sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
     for text in read_prompts(s):
-        prompt = corpus.encode(tok, [text])[0]
+        prompt = tokenizer.encode(tok, [text])[0]
         note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
         print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
               + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))
@@ -501,13 +541,13 @@ def check_tasks(tasks: str):
                           "`python eval.py task --run=NAME`, or give names of lm-eval's own tasks")
 
 
-def through_export(s: LossSettings, run: Run, rows: Path, device: torch.device) -> dict[str, dict[str, float]]:
+def through_export(s: LossSettings, run: Run, prepared: Path) -> dict[str, dict[str, float]]:
     """Scores of a checkpoint, by task and metric: from another process, for which it is exported beside the run and removed
-    afterwards. rows: the prepared data, for their tokenizer."""
+    afterwards. prepared: the directory of the data, for their tokenizer."""
     with tempfile.TemporaryDirectory(prefix=".tasks-", dir=run.path.resolve().parent.parent) as tmp:
         model, out = Path(tmp) / "model", Path(tmp) / "scores.json"
-        tokenizer = (rows / "tokenizer.model").read_bytes()
-        export.export_checkpoint(run.path, model, tokenizer, run.hp.dtype, setting=f"--tasks={s.tasks}")
+        pieces = (prepared / "tokenizer.model").read_bytes()
+        export.export_checkpoint(run.path, model, pieces, run.hp.dtype, setting=f"--tasks={s.tasks}")
         argv = [f"--model={model}", f"--tasks={s.tasks}", f"--limit={s.limit}", f"--batch={s.batch}", f"--out={out}"]
         done = subprocess.run([sys.executable, __file__, "harness", *argv], env=launch.without_ranks(), stdout=sys.stderr)
         if done.returncode:
@@ -560,7 +600,8 @@ def print_scores(scores: dict[str, dict[str, float]]):
 
 
 TASK = """\
-# Which continuation of a held-out passage is the true one? The others come from other documents; chance is 1/{choices}.
+# Which continuation of a held-out passage is the true one? The others come from elsewhere in the held-out documents, most
+# from other ones; chance is 1/{choices}.
 # Written by `eval.py task`. Run it with `eval.py loss --tasks=` this directory, or with lm-eval from inside it.
 task: {name}
 dataset_path: json
@@ -588,54 +629,52 @@ def task(argv: list[str]) -> int:
         if getattr(s, name) < least:
             raise ConfigError(f"--{name}={getattr(s, name)}: must be at least {least}")
     run = open_run(s, torch.device("cpu"))
-    path = open_data(run, make_grid(0, 1, 1, 1, run.m, connect=False), torch.device("cpu"))
-    found = passages(data.Rows(path, "val"), corpus.load_tokenizer(path), s.context, s.length)
+    blend = open_data(run, make_grid(0, 1, 1, 1, run.m, connect=False), torch.device("cpu")).blend
+    found = passages(blend.held_out, tokenizer.load_tokenizer(blend.path), s.context, s.length)
     rng = np.random.Generator(np.random.PCG64(s.seed))
     lines = [json.dumps(q) for q in questions(found, s.questions, s.choices, rng)]
     if not lines:
-        raise ConfigError(f"--context={s.context} --length={s.length}: the held-out documents have fewer than {s.choices} with "
-                          "so many tokens; lower them")
+        raise ConfigError(f"--context={s.context} --length={s.length}: the held-out rows have fewer than {s.choices} pieces of "
+                          "documents with so many tokens; lower them")
     out, name = Path(s.out) if s.out else run.path.resolve().parent.parent / "tasks", "continuation"
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     (out / f"{name}.yaml").write_text(TASK.format(name=name, choices=s.choices))
-    print(f"{out}: {len(lines)} questions with {s.choices} choices from {len({p.document for p in found})} held-out documents; "
-          f"measure them with make eval ARGS='--run={s.run} --tasks={out}'")
+    print(f"{out}: {len(lines)} questions with {s.choices} choices from {len({p.piece for p in found})} pieces of held-out "
+          f"documents; measure them with make eval ARGS='--run={s.run} --tasks={out}'")
     return launch.EXIT_OK
 
 
 class Passage(NamedTuple):
-    document: int
+    piece: int  # of a document: what of it lies in a row
     context: str
     continuation: str
 
 
-def passages(rows: data.Rows, tok, context: int, length: int) -> list[Passage]:
+def passages(rows: data.HeldOut, tok, context: int, length: int) -> list[Passage]:
     """Of all rows: so many tokens, and then so many, the second part beginning with a word."""
-    found, document, continues = [], -1, False
-    begins = np.array([tok.id_to_piece(i).startswith(corpus.SPACE) and tok.id_to_piece(i).lstrip(corpus.SPACE)[:1].isalpha()
-                       for i in range(tok.vocab_size())])
+    found, piece = [], -1
+    begins = np.array([tok.id_to_piece(i).startswith(tokenizer.SPACE) and
+                       tok.id_to_piece(i).lstrip(tokenizer.SPACE)[:1].isalpha() for i in range(tok.vocab_size())])
     for r in range(len(rows)):
         row = rows[r]
-        for first, end in zip(row.bounds, row.bounds[1:]):
-            document, continues = document + (not continues), False  # a row's first piece may go on from the row before
+        for piece, (first, end) in enumerate(zip(row.bounds, row.bounds[1:]), piece + 1):
             ids, at = row.tokens_S[first:end], context
             while at + length < len(ids):  # the last token ends the document
                 if begins[ids[at]] and not tok.decode(ids[at - 1 : at].tolist()).isspace():
                     shown, next_ids = ids[at - context : at].tolist(), ids[at : at + length].tolist()
-                    found.append(Passage(document, tok.decode(shown), tok.decode(next_ids)))
+                    found.append(Passage(piece, tok.decode(shown), tok.decode(next_ids)))
                     at += context
                 at += 1
-        continues = row.targets_S[-1] >= 0
     return [p for p in found if "\ufffd" not in p.context + p.continuation]
 
 
 def questions(found: list[Passage], limit: int, choices: int, rng: np.random.Generator) -> list[dict]:
-    """{"context", "choices", "answer"}: the wrong continuations are those of other documents, each document at most once."""
+    """{"context", "choices", "answer"}: the wrong continuations are those of other pieces, each piece at most once."""
     asked = []
     for i in rng.permutation(len(found))[:limit].tolist():
-        others = {found[j].document: found[j].continuation for j in rng.permutation(len(found)).tolist()}
-        wrong = [text for document, text in others.items() if document != found[i].document and text != found[i].continuation]
+        others = {found[j].piece: found[j].continuation for j in rng.permutation(len(found)).tolist()}
+        wrong = [text for piece, text in others.items() if piece != found[i].piece and text != found[i].continuation]
         if len(wrong) < choices - 1:
             continue
         answer = int(rng.integers(choices))

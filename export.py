@@ -12,7 +12,8 @@ What comes out depends on the model, since a loader that does not know a setting
     modeling_nano1t.py the rest (layers without RoPE, group-limited routing): our own code beside the weights
 
 Norms, router and selection bias stay fp32 in every export, as in training; the rest is rounded to --dtype. Nothing is ever
-whole in memory but one tensor (an import: one tensor's slice). A directory appears when it is finished, or not at all.
+whole in memory but one tensor (an import: one tensor's slice) and a piece of a few of the checkpoint's files. A directory
+appears when it is finished, or not at all.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -37,13 +39,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 import checkpoint
-import corpus
 import data
 import launch
 import optim
 import train
 from model import SIZES, ConfigError, Model, model_of, param_shapes
 from parallel import OWNERSHIP, make_buckets, make_grid, pieces
+from shards import file_sha256
+from tokenizer import BPE, BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, load_model, model_settings, wire
 
 
 @dataclass
@@ -301,27 +304,33 @@ def raw_bytes(x: Tensor) -> memoryview:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-class Masters:
-    """The parameters of a checkpoint, read one at a time, whatever grid wrote them.
+OPEN_OWNERS = 32  # saved ranks whose files are open at a time; each file keeps the piece that was read last
 
-    Raises ConfigError for a checkpoint that is incomplete, and for a file that differs from its checksum."""
+
+class Masters:
+    """The parameters of a checkpoint, read one at a time, whatever grid wrote them; every piece is compared with its checksum.
+
+    Raises checkpoint.Damaged where a file is missing or of another size, and `read` where its values are not as written."""
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, checkpoint.read_manifest(path)
         self.m = Model(**self.manifest["model"])
         _, N, E = self.manifest["grid"]
-        self.runs: dict[str, list] = {}  # parameter -> where its values are: (start, stop, rank, tensor, at)
-        self.files = []
-        progress = Progress("checking", sum(file["bytes"] for file in self.manifest["files"].values()))
+        self.open = lru_cache(OPEN_OWNERS)(partial(checkpoint.open_owner, path, self.manifest))
+        self.runs: dict[str, list] = {}  # parameter -> where its values are: (start, stop, saved rank, tensor, at)
         grids = [make_grid(rank, N * E, E, 1, self.m, connect=False) for rank in range(N * E)]
         buckets = make_buckets(self.m, grids[0])  # the same for all ranks
         for rank, grid in enumerate(grids):
+            self.open(rank)  # what is missing shows before anything is written
             for name, bucket in buckets.items():
                 for p in pieces(bucket, self.m, grid):
                     self.runs.setdefault(p.name, []).append((p.start, p.stop, rank, f"{name}/master", p.at))
-            self.files.append(checkpoint.open_verified(path, rank, self.manifest))
-            progress.add(self.manifest["files"][checkpoint.rank_file(path, rank).name]["bytes"])
-        self.bias_LX = self.files[0].get_tensor("bias_LX").view(self.m.layers, self.m.experts)
+        self.bias_LX = torch.empty(self.m.layers, self.m.experts)
+        self.fill(self.bias_LX.view(-1), 0, "bias_LX", 0)
+
+    def fill(self, target: Tensor, rank: int, tensor: str, at: int):
+        """Values from `at` on of a tensor that a saved rank or one of its replicas wrote."""
+        checkpoint.holder(tensor, self.open(rank)).read(tensor, at, target)
 
     def read(self, name: str) -> Tensor:
         """A parameter, flat and fp32; layers.<i>.bias is a row of the selection bias."""
@@ -329,7 +338,7 @@ class Masters:
             return self.bias_LX[int(name.split(".")[1])]
         values = torch.empty(max(stop for _, stop, *_ in self.runs[name]))
         for start, stop, rank, tensor, at in self.runs[name]:
-            values[start:stop] = self.files[rank].get_slice(tensor)[at : at + stop - start]
+            self.fill(values[start:stop], rank, tensor, at)
         return values
 
 
@@ -385,7 +394,7 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
             files[OWN_CODE.name] = OWN_CODE.read_text()
         for name, content in files.items():
             write_synced(tmp / name, content)
-            sums[name] = checkpoint.checksum(tmp / name)
+            sums[name] = file_sha256(tmp / name)
         write_synced(tmp / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()))  # for sha256sum -c
     return kind
 
@@ -398,22 +407,24 @@ def write_synced(path: Path, content: str | bytes):
 
 
 def run_tokenizer(manifest: dict, moved_data: str, moved_tokenizer: str, path: Path) -> bytes:
-    """The SentencePiece model of the run that wrote a checkpoint, from its prepared data, rebuilt where they are missing.
+    """The SentencePiece model of the run that wrote a checkpoint, from its first stage's prepared data, rebuilt where they are
+    missing; later stages have the same.
 
     Raises ConfigError where those are not the run's."""
     s = manifest["settings"]
     source, tokenizer = moved_data or s.get("data", "embedded"), moved_tokenizer or s.get("tokenizer", "")
-    corpus.check_source(source, tokenizer)
+    data.check_data(source, tokenizer)
     if manifest["fingerprint"] is None:  # imported, and not trained since
         if not tokenizer:
             raise ConfigError(f"--tokenizer=: {path} was imported without one; give the SentencePiece model that it was trained "
                               "with")
         return Path(tokenizer).read_bytes()
-    rows = data.prepare(source, s["vocab"], s["seq_len"], s["seed"], tokenizer, log=lambda line: print(line, file=sys.stderr))
-    if data.Rows(rows, "val").fingerprint != manifest["fingerprint"]:
+    prepared = data.prepare(source, s["vocab"], s["seq_len"], s["seed"], tokenizer,
+                            log=lambda line: print(line, file=sys.stderr), packing=s["packing"])
+    if data.Blend(prepared).fingerprint != manifest["fingerprint"]:
         raise ConfigError(f"--data={source}: not what {path} was trained on, so its tokenizer may be another; restore "
                           "those files, or give their place with --data=PATH and --tokenizer=PATH")
-    return (rows / "tokenizer.model").read_bytes()
+    return (prepared / "tokenizer.model").read_bytes()
 
 
 def export(argv: list[str]) -> int:
@@ -437,22 +448,18 @@ def export(argv: list[str]) -> int:
 # Tokenizer: a SentencePiece model as the files of Hugging Face's `tokenizers`
 # ------------------------------------------------------------------------------------------------------------------
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6  # types of piece in SentencePiece's model format
-BPE = 2  # its number for this type of model
-
-
 def tokenizer_files(model: bytes) -> dict[str, str | bytes]:
-    """File name -> content. The ids are those of corpus.encode for every text. Raises ConfigError for a kind of model that
+    """File name -> content. The ids are those of tokenizer.encode for every text. Raises ConfigError for a kind of model that
     cannot be written so.
 
     SentencePiece merges the neighbours whose union has the best score, the leftmost first; `tokenizers` merges by a ranked
     list of pairs. So each piece gives all its splits, at its score's rank. Pieces hold spaces as spaces and not as U+2581,
-    which lets a U+2581 in the text fall back to its bytes, as corpus.encode has it. Control pieces in the text stay text
-    (split_special_tokens)."""
-    tok = sentencepiece.SentencePieceProcessor(model_proto=model)
-    found = [piece_of(value) for field, value in corpus.wire(model) if field == 1]
-    check_kind(model, {kind for _, _, kind in found})
-    texts = [text.replace(corpus.SPACE, " ") if kind in (NORMAL, USER_DEFINED) else text for text, _, kind in found]
+    which lets a U+2581 in the text fall back to its bytes, as tokenizer.encode has it. Control pieces in the text stay
+    text (split_special_tokens)."""
+    tok = load_model(model, "the run's tokenizer")
+    check_kind(model_settings(model))
+    found = [piece_of(value) for field, value in wire(model) if field == 1]
+    texts = [text.replace(SPACE, " ") if kind in (NORMAL, USER_DEFINED) else text for text, _, kind in found]
     best_first = sorted((-score, i) for i, (_, score, kind) in enumerate(found) if kind == NORMAL)
     normal = {texts[i] for _, i in best_first}
     merges = [[texts[i][:cut], texts[i][cut:]] for _, i in best_first for cut in range(1, len(texts[i]))
@@ -460,10 +467,10 @@ def tokenizer_files(model: bytes) -> dict[str, str | bytes]:
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": i, "content": texts[i], "special": kind != USER_DEFINED, **plain}
              for i, (_, _, kind) in enumerate(found) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
-    prefix = tok.encode("a", out_type=str)[0].startswith(corpus.SPACE)
-    exact = not prefix and all(tok.is_byte(tok.piece_to_id(f"<0x{b:02X}>")) for b in corpus.SPACE.encode())
+    prefix = tok.encode("a", out_type=str)[0].startswith(SPACE)
+    exact = not prefix and all(tok.is_byte(tok.piece_to_id(f"<0x{b:02X}>")) for b in SPACE.encode())
     before = [{"type": "Prepend", "prepend": " "}] if prefix else []
-    before += [] if exact else [{"type": "Replace", "pattern": {"String": corpus.SPACE}, "content": " "}]
+    before += [] if exact else [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "}]
     after = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     after += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unk, eos = tok.id_to_piece(tok.unk_id()), tok.id_to_piece(tok.eos_id())
@@ -483,28 +490,20 @@ def tokenizer_files(model: bytes) -> dict[str, str | bytes]:
 
 def piece_of(message: bytes) -> tuple[str, float, int]:
     """(text, score, type)."""
-    fields = dict(corpus.wire(message))
+    fields = dict(wire(message))
     score = float(np.frombuffer(fields.get(2, bytes(4)), "<f4")[0])
     return fields[1].decode(), score, int.from_bytes(fields.get(3, bytes([NORMAL])), "little")
 
 
-def check_kind(model: bytes, kinds: set[int]):
-    """Raises ConfigError for a SentencePiece model whose encoding `tokenizers` would not repeat."""
-    settings = {2: {}, 3: {}}  # of training and of the normaliser; absent ones have the format's defaults
-    for field, value in corpus.wire(model):
-        if field in settings:
-            settings[field] |= dict(corpus.wire(value))
-
-    def number(field: int, name: int, default: int) -> int:
-        return int.from_bytes(settings[field][name], "little") if name in settings[field] else default
-
-    prefix = number(3, 3, 1)
-    problems = {"it is not a BPE model": number(2, 3, 1) != BPE,
-                "spaces are at the end of its pieces": number(2, 24, 0),
-                "it normalises the text": len(settings[3].get(2, b"")),
-                "it removes spaces": number(3, 4, 1),
-                "it keeps spaces unescaped": not number(3, 5, 1),
-                "it puts a space before the text and has user-defined pieces": prefix and USER_DEFINED in kinds,
+def check_kind(s: dict):
+    """Raises ConfigError for a SentencePiece model (tokenizer.model_settings) whose encoding `tokenizers` would not repeat."""
+    kinds = {kind for _, kind in s["pieces"]}
+    problems = {"it is not a BPE model": s["type"] != BPE,
+                "spaces are at the end of its pieces": s["as_suffix"],
+                "it normalises the text": s["charsmap"],
+                "it removes spaces": s["squeeze"],
+                "it keeps spaces unescaped": not s["escape"],
+                "it puts a space before the text and has user-defined pieces": s["dummy_prefix"] and USER_DEFINED in kinds,
                 "it has unused pieces": kinds - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE}}
     if reasons := [reason for reason, holds in problems.items() if holds]:
         raise ConfigError(f"the run's tokenizer cannot be exported: {'; '.join(reasons)}. The ids would differ; tokenizers that "
@@ -569,7 +568,7 @@ class Directory:
         sizes = {name: (self.path / name).stat().st_size if (self.path / name).is_file() else 0 for name in listed}
         progress = Progress("checking", sum(sizes.values()))
         for name, digest in listed.items():
-            if not (self.path / name).is_file() or checkpoint.checksum(self.path / name) != digest:
+            if not (self.path / name).is_file() or file_sha256(self.path / name) != digest:
                 raise ConfigError(f"{self.path / name} is missing or damaged (its checksum is not the one in SHA256SUMS); copy "
                                   "it again")
             progress.add(sizes[name])
@@ -599,20 +598,22 @@ def import_directory(source: Directory, final: Path, optimizer: str, setting: st
     with new_directory(final, setting, size) as tmp:
         step = tmp / "ckpt" / ".tmp-step-00000000"
         step.mkdir(parents=True)
-        progress = Progress("writing", size)
+        progress, files = Progress("writing", size), {}
         for rank in range(ranks):
-            write_rank_file(source, step, rank, ranks, optimizer, progress)
+            path = checkpoint.rank_file(step, rank)
+            files[path.name] = write_rank_file(source, path, rank, ranks, optimizer, progress) | {"owner": rank}
         settings = {name: getattr(m, name) for name in train.MODEL_FIELDS} | {"run": final.name, "optimizer": optimizer}
         if (source.path / "tokenizer.model").is_file():
             write_synced(tmp / "tokenizer.model", (source.path / "tokenizer.model").read_bytes())
             settings["tokenizer"] = str(final / "tokenizer.model")
         manifest = {"step": 0, "grid": [1, ranks, 1], "settings": settings, "model": asdict(m), "fingerprint": None,
-                    "imported": str(source.path.resolve())}
-        checkpoint.publish(checkpoint.directory(step.parent, 0), step, manifest, ranks)
+                    "imported": str(source.path.resolve()), "files": files}
+        checkpoint.publish(checkpoint.directory(step.parent, 0), step, manifest)
 
 
-def write_rank_file(source: Directory, folder: Path, rank: int, ranks: int, optimizer: str, progress: Progress):
-    m, entries, values = source.m, [], []
+def write_rank_file(source: Directory, path: Path, rank: int, ranks: int, optimizer: str, progress: Progress) -> dict:
+    """The masters that this rank would own, and moments of zero; returns the file's entry in the manifest."""
+    m, shapes, values = source.m, {}, {}
     grid = make_grid(rank, ranks, 1, 1, m, connect=False)
 
     def masters(bucket) -> Iterator[Tensor]:
@@ -625,14 +626,22 @@ def write_rank_file(source: Directory, folder: Path, rank: int, ranks: int, opti
     for name, bucket in make_buckets(m, grid).items():
         count = math.prod(bucket.owned)
         kinds = optim.MOMENTS[optim.kind_of(bucket, optimizer)]
-        entries += [(f"{name}/{kind}", torch.float32, (count,)) for kind in ("master", *kinds)]
-        values += [masters(bucket), *(zeros(count) for _ in kinds)]
-    entries.append(("bias_LX", torch.float32, (m.layers * m.experts,)))
-    biased = "bias" in ROUTER_NAMES[source.kind]
-    values.append(source.read(f"layers.{i}.bias", 0, m.experts) if biased else torch.zeros(m.experts) for i in range(m.layers))
-    path = checkpoint.rank_file(folder, rank)
-    digest = write_safetensors(path, entries, itertools.chain.from_iterable(values), progress)
-    checkpoint.write_synced(path.with_suffix(".json"), json.dumps({"bytes": path.stat().st_size, "sha256": digest}))
+        shapes |= {f"{name}/{kind}": count for kind in ("master", *kinds)}
+        values |= {f"{name}/master": masters(bucket), **{f"{name}/{kind}": zeros(count) for kind in kinds}}
+    if rank == 0:  # as in training
+        shapes["bias_LX"] = m.layers * m.experts
+        values["bias_LX"] = [source.read(f"layers.{i}.bias", 0, m.experts) if "bias" in ROUTER_NAMES[source.kind] else
+                             torch.zeros(m.experts) for i in range(m.layers)]
+    file = checkpoint.RankFileWriter(path, shapes)
+    try:
+        for name, parts in values.items():
+            for part in parts:
+                file.add(name, part.numpy().view(np.uint8))
+                progress.add(part.nbytes)
+            assert file.at[name] == 4 * shapes[name], f"{name}: {file.at[name]} bytes were written"
+        return file.finish()
+    finally:
+        file.close()
 
 
 ZEROS = 1 << 22  # values written at a time

@@ -16,6 +16,7 @@ token-expert pairs, V vocabulary.
 
 import inspect
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Callable, Iterator, NamedTuple
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from errors import ConfigError
+
 
 META_AS: torch.device | None = None  # whose branches meta tensors take in a dry run; None: an accelerator's
 
@@ -32,10 +35,6 @@ META_AS: torch.device | None = None  # whose branches meta tensors take in a dry
 def acting(device: torch.device) -> torch.device:
     """The device whose branches to take: in a dry run that of the machine that is planned for."""
     return META_AS if META_AS and device.type == "meta" else device
-
-
-class ConfigError(Exception):
-    """Input that cannot work: the message names the setting, its value and the fix. Ends the program with code 2."""
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -183,6 +182,12 @@ def flops_per_token(m: Model, mean_segment: float) -> float:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def wide(x: Tensor) -> Tensor:
+    """x for an operation whose other operand is fp32. An accelerator's kernels convert while they read, which spares a pass;
+    a CPU is faster with an fp32 copy."""
+    return x.float() if acting(x.device).type == "cpu" else x
+
+
 class RMSNorm(Function):
     """y = x / rms(x) * w in fp32, returned in x's type. Saves x, w and one fp32 value per row."""
 
@@ -192,16 +197,16 @@ class RMSNorm(Function):
         norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
         rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, w, rstd)
-        return x32.mul_(rstd).mul_(w).to(x.dtype)
+        return torch.mul(x32.mul_(rstd), w, out=torch.empty_like(x))
 
     @staticmethod
     def backward(ctx, dy):
         x, w, rstd = ctx.saved_tensors
-        dy32, xhat = dy.to(torch.float32, copy=True), x.float() * rstd
+        dy32, xhat = wide(dy), wide(x) * rstd
         product = dy32 * xhat
         along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
-        dx = dy32.mul_(w).addcmul_(xhat, along, value=-1).mul_(rstd)
-        return dx.to(x.dtype), product.flatten(0, -2).sum(0), None
+        dx32 = torch.mul(dy32, w, out=None if dy32 is dy else dy32).addcmul_(xhat, along, value=-1)
+        return torch.mul(dx32, rstd, out=torch.empty_like(x)), product.flatten(0, -2).sum(0), None
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -246,36 +251,47 @@ def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y_THK
 
 
+def swiglu(gate_up_PU: Tensor, weight_P: Tensor | None) -> Tensor:
+    """silu(gate) * up * weight, [P, F], weight being the routing weight of each row or None. In slabs of rows, which bounds the
+    fp32 intermediates (on a CPU they then stay in its cache)."""
+    y_PF = gate_up_PU.new_empty(len(gate_up_PU), gate_up_PU.shape[1] // 2)
+    for at in slabs(gate_up_PU):
+        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
+        y = F.silu(gate.float()).mul_(up)
+        y_PF[at] = y if weight_P is None else y.mul_(weight_P[at, None])
+    return y_PF
+
+
+def swiglu_grad(dy_PF: Tensor, gate_up_PU: Tensor, weight_P: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of gate_up and weight. dy_PF becomes, in place, the value again: the next product's gradient needs it."""
+    dgate_up_PU, dweight_P = torch.empty_like(gate_up_PU), None if weight_P is None else torch.empty_like(weight_P)
+    for at in slabs(gate_up_PU):
+        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
+        dgate, dup = dgate_up_PU[at].chunk(2, -1)
+        gate, dy = gate.float(), dy_PF[at].to(torch.float32, copy=True)
+        silu = F.silu(gate)
+        dup32, y = silu * dy, silu.mul_(up)
+        if weight_P is not None:
+            dweight_P[at] = (dup32 * up).sum(-1)
+            for x in (dup32, dy, y):
+                x.mul_(weight_P[at, None])
+        dup.copy_(dup32)
+        dgate.copy_(torch.ops.aten.silu_backward(dy.mul_(up), gate))
+        dy_PF[at] = y
+    return dgate_up_PU, dweight_P
+
+
 class SwiGLU(Function):
-    """silu(gate) * up * weight, weight being the routing weight of each row or None. Saves gate_up and the weight. In slabs of
-    rows, which bounds the fp32 intermediates (on a CPU they then stay in its cache)."""
+    """silu(gate) * up of a dense layer."""
 
     @staticmethod
-    def forward(ctx, gate_up_PU, weight_P):
-        ctx.save_for_backward(gate_up_PU, weight_P)
-        y_PF = gate_up_PU.new_empty(len(gate_up_PU), gate_up_PU.shape[1] // 2)
-        for at in slabs(gate_up_PU):
-            gate, up = gate_up_PU[at].float().chunk(2, -1)
-            y = F.silu(gate).mul_(up)
-            y_PF[at] = y if weight_P is None else y.mul_(weight_P[at, None])
-        return y_PF
+    def forward(ctx, gate_up_TU):
+        ctx.save_for_backward(gate_up_TU)
+        return swiglu(gate_up_TU, None)
 
     @staticmethod
-    def backward(ctx, dy_PF):
-        gate_up_PU, weight_P = ctx.saved_tensors
-        dgate_up_PU, dweight_P = torch.empty_like(gate_up_PU), None if weight_P is None else torch.empty_like(weight_P)
-        for at in slabs(gate_up_PU):
-            gate, up = gate_up_PU[at].float().chunk(2, -1)
-            dy = dy_PF[at].to(torch.float32, copy=True)
-            dgate, dup = dgate_up_PU[at].chunk(2, -1)
-            dup32 = F.silu(gate).mul_(dy)
-            if weight_P is not None:
-                dweight_P[at] = (dup32 * up).sum(-1)
-                dup32.mul_(weight_P[at, None])
-                dy.mul_(weight_P[at, None])
-            dup.copy_(dup32)
-            dgate.copy_(torch.ops.aten.silu_backward(dy.mul_(up), gate))
-        return dgate_up_PU, dweight_P
+    def backward(ctx, dy_TF):
+        return swiglu_grad(dy_TF.clone(), *ctx.saved_tensors, None)[0]
 
 
 def slabs(x: Tensor) -> Iterator[slice]:
@@ -388,9 +404,18 @@ def attention(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, m: M
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def router_logits(h_TD: Tensor, router_XD: Tensor) -> Tensor:
-    """fp32 logits [T, X]: in bf16 about 9% of the tokens tie at the cut."""
-    return h_TD.float() @ router_XD.T
+class RouterLogits(Function):
+    """fp32 logits [T, X]: in bf16 about 9% of the tokens tie at the cut. Keeps the input as it is, not its fp32 copy."""
+
+    @staticmethod
+    def forward(ctx, h_TD, router_XD):
+        ctx.save_for_backward(h_TD, router_XD)
+        return h_TD.float() @ router_XD.T
+
+    @staticmethod
+    def backward(ctx, d_TX):
+        h_TD, router_XD = ctx.saved_tensors
+        return (d_TX @ router_XD).to(h_TD.dtype), d_TX.T @ h_TD.float()
 
 
 @torch.no_grad()
@@ -495,78 +520,19 @@ def sort_pairs(chosen_Mk: Tensor, mine: range, padded: int, rows: int, slots: in
 def sum_slots(rows_PD: Tensor, pairs: Pairs) -> Tensor:
     """out[n] = sum over s of rows[slot[n, s]] in fp32, in the order of s; a slot that holds P (the number of rows) adds nothing.
 
-    A gather and a sum, no atomic add: the same bits every time."""
-    P, slots = rows_PD.shape[0], pairs.slot_MS.unbind(1)
-    if pairs.full and len(slots) == 1:
-        return rows_PD.index_select(0, slots[0])
-    total = None
-    for slot_M in slots:
-        part = rows_PD.index_select(0, slot_M if pairs.full else slot_M.clamp(max=P - 1)).float()
-        if not pairs.full:
-            part = torch.where((slot_M < P)[:, None], part, 0.0)  # where, not a product: unread rows may hold NaN
-        total = part if total is None else total.add_(part)
-    return total.to(rows_PD.dtype)
-
-
-class TakeTokens(Function):
-    """rows[p] = x[token[p]]; transposed by SumPairs."""
-
-    @staticmethod
-    def forward(ctx, x_MD, pairs):
-        ctx.pairs = pairs
-        return x_MD.index_select(0, pairs.token_P)
-
-    @staticmethod
-    def backward(ctx, drows_PD):
-        return sum_slots(drows_PD, ctx.pairs), None
-
-
-class SumPairs(Function):
-    """y[n] = sum of the rows of token n; transposed by TakeTokens. value=False: only its gradient's path, y is zeros."""
-
-    @staticmethod
-    def forward(ctx, rows_PD, pairs, value):
-        ctx.pairs = pairs
-        if not value:
-            return nothing(rows_PD, len(pairs.slot_MS), rows_PD.shape[1])
-        return sum_slots(rows_PD, pairs)
-
-    @staticmethod
-    def backward(ctx, dy_MD):
-        return dy_MD.index_select(0, ctx.pairs.token_P), None, None
-
-
-class TakeWeights(Function):
-    """The routing weight of each row, [P] from [M, k], and 0 for padding; choices that are other ranks' pairs get no gradient
-    here."""
-
-    @staticmethod
-    def forward(ctx, weights_Mk, pairs):
-        ctx.pairs, ctx.shape = pairs, weights_Mk.shape
-        return F.pad(weights_Mk.flatten(), (0, 1)).index_select(0, pairs.choice_P)
-
-    @staticmethod
-    def backward(ctx, d_P):
-        # each choice occurs once, so the scatter is deterministic; what padding and uninitialised rows hold goes to the end
-        d = d_P.new_zeros(math.prod(ctx.shape) + 1).scatter_(0, ctx.pairs.choice_P, d_P)
-        return d[:-1].view(ctx.shape), None
-
-
-class GroupedLinear(Function):
-    """y[p] = w[x] rows[p] for the rows p of each expert x. Saves both. value=False: only its gradient's path, y is zeros."""
-
-    @staticmethod
-    def forward(ctx, rows_PI, w_XOI, offsets_X, value):
-        ctx.save_for_backward(rows_PI, w_XOI, offsets_X)
-        if not value:
-            return nothing(rows_PI, len(rows_PI), w_XOI.shape[1])
-        return F.grouped_mm(rows_PI, w_XOI.transpose(1, 2), offs=offsets_X)
-
-    @staticmethod
-    def backward(ctx, dy_PO):
-        rows_PI, w_XOI, offsets_X = ctx.saved_tensors
-        dy_PO = dy_PO.contiguous()
-        return (F.grouped_mm(dy_PO, w_XOI, offs=offsets_X), F.grouped_mm(dy_PO.T, rows_PI, offs=offsets_X), None, None)
+    A gather and a sum, no atomic add: the same bits every time. In slabs of tokens, which bounds the fp32 sums."""
+    if pairs.full and pairs.slot_MS.shape[1] == 1:
+        return rows_PD.index_select(0, pairs.slot_MS[:, 0])
+    P, out_MD = len(rows_PD), rows_PD.new_empty(len(pairs.slot_MS), rows_PD.shape[1])
+    for at in slabs(out_MD):
+        total = None
+        for slot in pairs.slot_MS[at].unbind(1):
+            part = rows_PD.index_select(0, slot if pairs.full else slot.clamp(max=P - 1))
+            if not pairs.full:
+                part.masked_fill_((slot == P)[:, None], 0.0)  # not a product: unread rows may hold NaN
+            total = part.float() if total is None else total.add_(wide(part))
+        out_MD[at] = total
+    return out_MD
 
 
 def nothing(like: Tensor, *shape: int) -> Tensor:
@@ -574,13 +540,41 @@ def nothing(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
-def experts(x_MD: Tensor, weights_Mk: Tensor, pairs: Pairs, gate_up_XUD: Tensor, down_XDF: Tensor, value: bool = True) -> Tensor:
-    """Sum over a token's local experts of weight * down(silu(gate(x)) * up(x)), [M, D]; zeros where the value is not needed.
+class Experts(Function):
+    """Sum over a token's local experts of weight * down(silu(gate(h)) * up(h)), [M, D]; value=False: zeros, with the same graph.
 
-    The routing weight multiplies before the down-projection, so that combining is a plain sum."""
-    gate_up_PU = GroupedLinear.apply(TakeTokens.apply(x_MD, pairs), gate_up_XUD, pairs.offsets_X, True)
-    hidden_PF = SwiGLU.apply(gate_up_PU, TakeWeights.apply(weights_Mk, pairs))
-    return SumPairs.apply(GroupedLinear.apply(hidden_PF, down_XDF, pairs.offsets_X, value), pairs, value)
+    The routing weight multiplies before the down-projection, so that combining is a plain sum. Kept for the gradient are the
+    tokens and the result of the first product; their rows, k times as many values, are gathered and the second product's input
+    is computed again (SonicMoE, arXiv 2512.14080)."""
+
+    @staticmethod
+    def forward(ctx, h_MD, weights_Mk, gate_up_XUD, down_XDF, pairs, value):
+        weight_P = F.pad(weights_Mk.flatten(), (0, 1)).index_select(0, pairs.choice_P)  # 0 for padding
+        gate_up_PU = F.grouped_mm(h_MD.index_select(0, pairs.token_P), gate_up_XUD.transpose(1, 2), offs=pairs.offsets_X)
+        ctx.save_for_backward(h_MD, weight_P, gate_up_XUD, down_XDF)
+        ctx.gate_up_PU, ctx.pairs, ctx.choices = gate_up_PU, pairs, weights_Mk.shape  # this one goes as soon as it was read
+        if not value:
+            return nothing(h_MD, *h_MD.shape)
+        hidden_PF = swiglu(gate_up_PU, weight_P)
+        del gate_up_PU
+        return sum_slots(F.grouped_mm(hidden_PF, down_XDF.transpose(1, 2), offs=pairs.offsets_X), pairs)
+
+    @staticmethod
+    def backward(ctx, dy_MD):
+        h_MD, weight_P, gate_up_XUD, down_XDF = ctx.saved_tensors
+        token_P, offsets_X = ctx.pairs.token_P, ctx.pairs.offsets_X
+        dy_PD = dy_MD.index_select(0, token_P)
+        hidden_PF = F.grouped_mm(dy_PD, down_XDF, offs=offsets_X)  # its gradient, until the next line
+        dgate_up_PU, dweight_P = swiglu_grad(hidden_PF, ctx.gate_up_PU, weight_P)
+        ctx.gate_up_PU = None
+        ddown_XDF = F.grouped_mm(dy_PD.T, hidden_PF, offs=offsets_X)
+        del dy_PD, hidden_PF
+        dgate_up_XUD = F.grouped_mm(dgate_up_PU.T, h_MD.index_select(0, token_P), offs=offsets_X)
+        dh_PD = F.grouped_mm(dgate_up_PU, gate_up_XUD, offs=offsets_X)
+        del dgate_up_PU
+        # each choice occurs once, so the scatter is deterministic; what padding and uninitialised rows hold goes to the end
+        dweights = dweight_P.new_zeros(math.prod(ctx.choices) + 1).scatter_(0, ctx.pairs.choice_P, dweight_P)
+        return sum_slots(dh_PD, ctx.pairs), dweights[:-1].view(ctx.choices), dgate_up_XUD, ddown_XDF, None, None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -606,17 +600,17 @@ def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: R
     first = route is None
     x_TD = x_TD + attention(x_TD, w, segments, rope, m)
     h_TD = rms_norm(x_TD, w["moe_norm"])
-    logits_TX = router_logits(h_TD, w["router"])
+    logits_TX = RouterLogits.apply(h_TD, w["router"])
     chosen_Tk = choose_experts(logits_TX, bias_X, m) if first else route.chosen_Tk
     weights_Tk = RoutingWeights.apply(logits_TX, chosen_Tk.long(), m.router)
 
     h_MD, weights_Mk, chosen_Mk = dispatch(h_TD, weights_Tk, chosen_Tk)
     rows = count_rows(chosen_Mk, mine, m) if first else route.rows
     pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m), even_load(mine, m))
-    y_TD = combine(experts(h_MD, weights_Mk, pairs, w["gate_up"], w["down"], value=first), first)
+    y_TD = combine(Experts.apply(h_MD, weights_Mk, w["gate_up"], w["down"], pairs, first), first)
     if m.shared_experts:
         gate_up = torch.cat((h_TD @ w["shared_gate"].T, h_TD @ w["shared_up"].T), -1)
-        y_TD = y_TD + SwiGLU.apply(gate_up, None) @ w["shared_down"].T
+        y_TD = y_TD + SwiGLU.apply(gate_up) @ w["shared_down"].T
     return x_TD + y_TD, Route(chosen_Tk, rows)
 
 
@@ -643,11 +637,10 @@ class Recorded:
         w = {name: Weight.apply(value, anchor) for name, value in w.items()}
         self.edges = {name: torch.autograd.graph.get_gradient_edge(value) for name, value in w.items()}
         self.again: dict[str, Tensor] = {}
-        if forget:
-            with torch.autograd.graph.saved_tensors_hooks(*self.hooks(w)):
-                self.y_TD, self.route = layer(self.x_TD, w)
-        else:
-            self.y_TD, self.route = layer(self.x_TD, w)
+        with torch.autograd.graph.saved_tensors_hooks(*self.hooks(w)) if forget else nullcontext():
+            y_TD, _ = layer(self.x_TD, w)
+        self.end = torch.autograd.graph.get_gradient_edge(y_TD)
+        self.y_TD = y_TD.detach() if forget else None  # of a recomputation nobody needs the value
 
     def hooks(self, w: dict[str, Tensor]) -> tuple[Callable, Callable]:
         again = self.again
@@ -667,7 +660,7 @@ class Recorded:
 
     def backward(self, dy_TD: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         self.again.update(w)
-        dx_TD, *dw = torch.autograd.grad(self.y_TD, [self.x_TD, *self.edges.values()], dy_TD)
+        dx_TD, *dw = torch.autograd.grad([self.end], [self.x_TD, *self.edges.values()], dy_TD)
         return dx_TD, dict(zip(self.edges, dw))
 
 

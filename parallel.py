@@ -24,7 +24,7 @@ import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Group(NamedTuple):
     handle: object
     size: int
     index: int
-    direct: bool = False  # all-gather by sending to each rank
+    direct: bool = False  # gloo: ranks send to each other, see SendToEach
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,9 @@ def grid_warnings(grid: Grid, m: Model) -> list[str]:
 
 
 def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Model, connect: bool = True,
-              options: dict | None = None, timeout_s: float = 1800) -> Grid:
-    """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what.
+              options: dict | None = None, timeout_s: float = 1800, backend: str = "") -> Grid:
+    """Unpacks the rank and creates the process groups; every rank must call it. connect=False: who would own what, and how it
+    would communicate over the given backend.
     options: the backend's options for a group, by its name; timeout_s: after which a waiting collective fails."""
     R, N, E = grid_shape(world, ranks_per_node, replicas, m)
     ranks = np.arange(world).reshape(R, N, E)
@@ -123,8 +124,8 @@ def make_grid(rank: int, world: int, ranks_per_node: int, replicas: int, m: Mode
                 handle = dist.new_group(row, timedelta(seconds=timeout_s), pg_options=(options or {}).get(name))
             if rank in row:
                 # gloo's own all-gather is slower: 5.2 against 3.1 ms for 1 MiB, 4 ms for the smallest (4 ranks, 2 cores, LOG.md)
-                direct = handle is not None and dist.get_backend(handle) == "gloo"
-                mine = Group(name, handle, len(row), row.index(rank), direct)
+                over = dist.get_backend(handle) if handle is not None else backend
+                mine = Group(name, handle, len(row), row.index(rank), direct=over == "gloo")
         return mine
 
     return Grid(
@@ -265,28 +266,30 @@ def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sen
 
 
 def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
-    """x of every rank, [size, *x.shape]. A group of one gets a view of x."""
+    """x of every rank, [size, *x.shape]. A group of one gets a view of x; else x is copied to its place in the result, from
+    where it is sent, and is free again."""
     if group.size == 1:
         return Pending(purpose, None, (x,), lambda: x[None])
-    sent, x, out = x.nbytes * (group.size - 1), x.contiguous(), x.new_empty(group.size, *x.shape)
+    sent, out = x.nbytes * (group.size - 1), x.new_empty(group.size, *x.shape)
+    if WIRE.poison is None:
+        x = out[group.index].copy_(x)
 
     def op(out, x):
         if group.direct and WIRE.poison is None:  # which drops some: sends without their receives would break the connection
-            return SendToEach(out, x, group)
+            return SendToEach(group, [x] * group.size, out)
         return _all_gather(out.flatten(), x.flatten(), group=group.handle, async_op=True)
 
     return start("all-gather", op, x, out, group, purpose, sent)
 
 
 class SendToEach:
-    """An all-gather as a Work of sends and receives, the sends straight from x."""
+    """A Work of sends and receives: parts[j] goes to rank j, into[j] comes from it; nothing is copied here."""
 
-    def __init__(self, out: Tensor, x: Tensor, group: Group):
+    def __init__(self, group: Group, parts: Sequence[Tensor], into: Sequence[Tensor]):
         peers = [(group.index + i) % group.size for i in range(1, group.size)]  # not all to the same one at first
-        ops = [dist.P2POp(op, part, group=group.handle, group_peer=peer)
-               for peer in peers for op, part in ((dist.irecv, out[peer]), (dist.isend, x))]
+        ops = [dist.P2POp(op, x[peer], group=group.handle, group_peer=peer)
+               for peer in peers for op, x in ((dist.irecv, into), (dist.isend, parts))]
         self.works = dist.batch_isend_irecv(ops)
-        out[group.index] = x
 
     def wait(self):
         for work in self.works:
@@ -294,15 +297,23 @@ class SendToEach:
 
 
 def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:
-    """x[j] goes to rank j of the group; the result's row i came from rank i. Same shape and type as x."""
+    """x[j] goes to rank j of the group; the result's i-th came from rank i: same shape and type as x, or where ranks send to
+    each other a list, in which its own is the one in x."""
     if group.size == 1:
         return Pending(purpose, None, (x,), lambda: x)
-    x = x.contiguous()
+    x, sent = x.contiguous(), x.nbytes // group.size * (group.size - 1)
+    if not group.direct or WIRE.poison is not None:
+        def op(out, x):
+            return dist.all_to_all_single(out, x, group=group.handle, async_op=True)
 
-    def op(out, x):
-        return dist.all_to_all_single(out, x, group=group.handle, async_op=True)
+        return start("all-to-all", op, x, torch.empty_like(x), group, purpose, sent)
 
-    return start("all-to-all", op, x, torch.empty_like(x), group, purpose, x.nbytes // group.size * (group.size - 1))
+    def with_own(out):
+        return [*out[: group.index], x[group.index], *out[group.index :]]
+
+    pending = start("all-to-all", lambda out, x: SendToEach(group, x, with_own(out)), x, x.new_empty(group.size - 1, *x.shape[1:]),
+                    group, purpose, sent)
+    return Pending(purpose, None, (x,), lambda: with_own(pending.wait()))
 
 
 def all_to_all_uneven(x: Tensor, to: list[int], back: list[int], group: Group, purpose: str) -> Pending:
@@ -329,11 +340,11 @@ def reduce_scatter(x: Tensor, group: Group, dtype: torch.dtype, purpose: str, in
     return Pending(purpose, None, (), lambda: sum_ranks(parts.wait(), inner))
 
 
-def sum_ranks(parts: Tensor, inner: int = 1) -> Tensor:
-    """Sum over the first dimension in its order, first over each `inner` consecutive parts, in fp32."""
+def sum_ranks(parts: Sequence[Tensor], inner: int = 1) -> Tensor:
+    """Sum of the parts in their order, first over each `inner` consecutive ones, in fp32."""
     if inner > 1:
-        parts = torch.stack([sum_ranks(some) for some in parts.unflatten(0, (-1, inner))])
-    total = parts[0].float() if parts.dtype != torch.float32 else parts[0].clone()
+        parts = [sum_ranks(parts[a : a + inner]) for a in range(0, len(parts), inner)]
+    total = parts[0].float() if parts[0].dtype != torch.float32 else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total
@@ -377,9 +388,9 @@ def dequantise(packed: Tensor, dtype: torch.dtype) -> Tensor:
     n = packed.shape[-1] * FP8_BLOCK // (FP8_BLOCK + 4)
     out = torch.empty(len(packed), n, dtype=dtype, device=packed.device)
     for expert, into in zip(packed, out):
-        values = expert[:n].view(torch.float8_e4m3fn).float().view(-1, FP8_BLOCK)
+        values = expert[:n].view(torch.float8_e4m3fn).to(torch.bfloat16).view(-1, FP8_BLOCK)  # exact
         scale = expert[n:].clone().view(torch.float32)  # a copy, or its bytes may not be aligned
-        into.copy_((values * scale[:, None]).flatten())
+        torch.mul(values, scale[:, None], out=into.view(-1, FP8_BLOCK))
     return out
 
 
@@ -579,6 +590,8 @@ class State:
     copies: Copies | None = None  # between the arenas and the device
     slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes
     own: dict[str, Tensor] = field(default_factory=dict)  # bucket -> owned values as they travel, on the device, if masters are not
+    # called before owned rows `at` of a bucket's tensors of these kinds change: a checkpoint may be writing them still
+    before_change: Callable[[str, slice, tuple[str, ...]], None] = lambda name, at, kinds: None
 
 
 BLOCK = 1 << 12  # values per generator call: whole blocks are drawn, so that any slice gets the same values

@@ -12,7 +12,6 @@ import dataclasses
 import difflib
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -31,17 +30,19 @@ import torch
 from torch import Tensor
 
 import checkpoint
-import corpus
 import data
 import launch
 import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, rope_cache, uses_rope)
+from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       start_refresh, together)
+
+SCHEDULES = ("cosine", "constant")
 
 
 @dataclass
@@ -54,11 +55,14 @@ class Hyperparameters:
     seed: int = 0  # of the initial weights and of the order of the data
     resume: str = "auto"  # auto: the newest checkpoint of this run, if any | never | a checkpoint's directory
     # data
-    data: str = "embedded"  # embedded | a .txt or .jsonl file | a directory of them
+    data: str = "embedded"  # embedded | text: a file or a directory | token shards | a blend: "7 notes.jsonl 3 books.txt"
+    stages: str = ""  # a JSON file that says from which steps on other data, another seq_len or learning rate hold; see Stage
+    packing: str = "fit"  # fit: documents whole in a row where they fit | stream: end to end
+    balance: str = "sorted"  # a step's rows cost about the same: sorted in blocks of 128 steps | buckets | none
     tokenizer: str = ""  # a SentencePiece model; empty: train one on the data
     seq_len: int = 0  # tokens per row; 0: the size's
     rows_per_rank: int = 0  # rows of a rank in a step, run breadth-first; 0: rows_per_step / ranks, or 1
-    rows_per_step: int = 0  # rows of all ranks in a step, which a resumed run keeps; 0: rows_per_rank x ranks
+    rows_per_step: int = 0  # rows of all ranks in a step; 0: the resumed run's, or rows_per_rank x ranks
     # layout and precision
     replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
     dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
@@ -89,8 +93,11 @@ class Hyperparameters:
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
     val_rows: int = 32  # held-out rows that are measured: always the first ones
     ckpt_every: int = 100  # steps between checkpoints (and one at the end); 0: only at the end
-    ckpt_keep: int = 2  # newest checkpoints that stay; 0: all
+    ckpt_keep: int = 2  # newest checkpoints that stay; 0: all. An old one goes once a newer one has been read back
+    ckpt_keep_every: int = 0  # checkpoints of steps that this divides stay, too; 0: none
+    ckpt_writers: int = 0  # ranks that write to the file system at the same time; 0: all
     eval_ckpt: bool = False  # eval.py loss on finished checkpoints, in the background, on a CPU; a slow one leaves some out
+    walltime: float = 0.0  # minutes that the job may run: stop before, with a checkpoint; 0: as long as Slurm says, if it does
     wandb: str = "auto"  # auto: online if logged in, else offline | off
     # the model, where it should differ from the size; 0: the size's
     layers: int = 0
@@ -111,7 +118,7 @@ class Hyperparameters:
 
 
 # A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
-FIXED = ("seed", "optimizer")
+FIXED = ("seed", "optimizer", "balance")
 MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
                 "vocab", "rope_every", "rope_theta", "shared_experts", "max_per_group", "router", "seq_len")
 
@@ -186,7 +193,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
         if train and i >= m.layers - keep_layers:
             graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
-            x = [graph.y_TD.detach() for graph in graphs[-1]]
+            x = [graph.y_TD for graph in graphs[-1]]
         else:
             if train:
                 inputs.save(label("inputs", x))
@@ -258,24 +265,23 @@ def to_device(row: data.Row, device: torch.device) -> DeviceRow:
     return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()))
 
 
-def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[DeviceRow]:
-    """This rank's rows: a contiguous part of the step's, so that ranks and rows per rank can be traded."""
-    count = rows_per_step // grid.world.size
-    ids = data.row_ids(step * rows_per_step + grid.world.index * count, count, len(rows), seed)
-    return [to_device(rows[int(r)], device) for r in ids]
+def mean_segment(blend: data.Blend) -> float:
+    """Length of the document piece that a token lies in, averaged over the tokens of the run; what attention costs."""
+    means = [key_cost(c.key_R[: 1 << 20], c.seq_len).mean() / c.seq_len - LINEAR_TOKENS for c in blend.corpora]
+    return sum(mean * weight for mean, weight in zip(means, blend.weights)) / sum(blend.weights)
 
 
-def mean_segment(rows: data.Rows) -> float:
-    """Length of the document piece that a token lies in, averaged over the tokens of some rows; what attention costs."""
-    lengths = [b - a for r in range(min(len(rows), 64)) for a, b in zip(rows[r].bounds, rows[r].bounds[1:])]
-    return sum(n * n for n in lengths) / sum(lengths)
+def next_rows(loader: data.Loader, step: int, device) -> tuple[list[DeviceRow], str]:
+    """This rank's rows of a step, and the digest of the numbers of all its rows."""
+    rows, digest = loader.take(step)
+    return [to_device(row, device) for row in rows], digest
 
 
 def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
 
 
-def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
+def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
                   device) -> tuple[float, int]:
     """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
 
@@ -343,7 +349,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                                                                  if hp.rows_per_rank else ""))
     for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
-                          "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
+                          "optimizer": ("muon", "adamw"), "schedule": SCHEDULES, "packing": data.PACKINGS, "balance": BALANCE,
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -361,7 +367,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
-    corpus.check_source(hp.data, hp.tokenizer)
+    declared(dataclasses.replace(hp, seq_len=m.seq_len))
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
     hp = dataclasses.replace(hp, dtype=dtype,
@@ -371,6 +377,58 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                              seq_len=m.seq_len, rows_per_rank=per_rank, rows_per_step=per_step,
                              **{name: getattr(m, name) for name in MODEL_FIELDS[:-1]})
     return hp, m
+
+
+@dataclass
+class Stage:
+    """From a step on: what differs from the stage before. A run without --stages has one, from step 0."""
+
+    from_step: int  # a multiple of 128, as rows are balanced in blocks of so many steps
+    data: str
+    seq_len: int
+    lr: float
+    schedule: str
+    final_lr: float
+
+
+def declared(hp: Hyperparameters, stages: list[dict] | None = None) -> list[Stage]:
+    """The stages of a run: one by its settings, then those of --stages, or instead of the file these. Each has what it does not
+    say from the one before. Raises ConfigError for what cannot be, naming the stage."""
+    found = [Stage(0, hp.data, hp.seq_len, hp.lr, hp.schedule, hp.final_lr)]
+    data.check_data(hp.data, hp.tokenizer)
+    for number, said in enumerate(read_stages(hp.stages) if stages is None else stages, 1):
+        where = f"--stages={hp.stages}: stage {number}"
+        if not isinstance(said, dict) or "from_step" not in said or len(said) < 2:
+            raise ConfigError(f'{where} must be an object such as {{"from_step": 1280, "data": "7 notes.jsonl 3 books.txt"}}')
+        for name, value in said.items():
+            kind = Stage.__annotations__.get(name)
+            if kind is None:
+                raise ConfigError(f"{where}: {name} is not a setting of a stage; they are {', '.join(Stage.__annotations__)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind) or (
+                    kind is not str and not value >= 0):
+                raise ConfigError(f"{where}: {name}={value!r} must be {'a text' if kind is str else 'a number, zero or more'}")
+        found.append(dataclasses.replace(found[-1], **said))
+        if found[-1].from_step <= found[-2].from_step:
+            raise ConfigError(f"{where}: from_step={found[-1].from_step} must be above {found[-2].from_step}, the stage before's")
+        check_boundary(found[-1].from_step, 0, f"{where}: another stage")
+        if found[-1].schedule not in SCHEDULES:
+            raise ConfigError(f"{where}: schedule={found[-1].schedule}: unknown; use one of {', '.join(SCHEDULES)}")
+        if found[-1].seq_len < 2:
+            raise ConfigError(f"{where}: seq_len={found[-1].seq_len}: must be at least 2")
+        data.check_data(found[-1].data, hp.tokenizer)
+    return found
+
+
+def read_stages(path: str) -> list[dict]:
+    if not path:
+        return []
+    try:
+        stages = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--stages={path}: cannot be read ({error}); give a JSON file with a list of stages") from None
+    if not isinstance(stages, list):
+        raise ConfigError(f"--stages={path}: must be a list of stages, [{{\"from_step\": ...}}, ...]")
+    return stages
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
@@ -385,22 +443,43 @@ def transport_of(hp: Hyperparameters) -> Transport:
                      torch.float32, hp.dense_gather, hp.node_reshard, hp.grad_chunk)
 
 
-def check_same_run(found: dict, hp: Hyperparameters, m: Model, fingerprint: str, path: Path, log):
-    """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly."""
-    was = found["settings"]
-    pairs = {name: (was[name], getattr(hp, name)) for name in (*FIXED, "rows_per_step") if name in was}  # of an imported one: few
+def check_same_run(found: dict, hp: Hyperparameters, m: Model, pinned: list[dict], path: Path, log):
+    """Raises ConfigError where a checkpoint belongs to another run; logs the settings that changed harmlessly.
+
+    pinned: what `pin` says of the stages. Those of the checkpoint must come first, and what is new lies ahead."""
+    was, step = found["settings"], found["step"]
+    imported = found["fingerprint"] is None  # and not trained since: its first start sets what an import does not know
+    known = [name for name in FIXED if name in was or not imported]
+    pairs = {name: (was.get(name, getattr(Hyperparameters, name)), getattr(hp, name)) for name in known}
     defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
     pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
-    if found["fingerprint"] not in (None, fingerprint):  # None: an imported model, which any data may go on with
-        pairs |= {name: (was[name], getattr(hp, name)) for name in ("data", "tokenizer")}
-        pairs["fingerprint of the data"] = (found["fingerprint"][:12], fingerprint[:12])
+    stages = found.get("stages", [{"fingerprint": found["fingerprint"]}])
+    if not imported and stages[0]["fingerprint"] != pinned[0]["fingerprint"]:
+        pairs |= {name: (was.get(name), getattr(hp, name)) for name in ("data", "tokenizer", "packing")}
+        pairs["fingerprint of the data"] = (stages[0]["fingerprint"][:12], pinned[0]["fingerprint"][:12])
+    for n in range(1, max(len(stages), len(pinned))):
+        old, new = (s[n] if n < len(s) else None for s in (stages, pinned))
+        if old is None and new["from_step"] < step:
+            pairs[f"stage {n}"] = ("none", f"one from step {new['from_step']} on, which is past")
+        elif old is not None and old != new:
+            pairs[f"stage {n}"] = (describe_stage(old), describe_stage(new) if new else "none")
+    over = (step - found.get("rows_per_step", [[0]])[-1][0]) % BLOCK_STEPS
+    if over:
+        pairs["rows_per_step"] = (was["rows_per_step"], hp.rows_per_step)
     different = [f"{name}: checkpoint {old}, now {new}" for name, (old, new) in pairs.items() if old != new]
     if different:
-        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}); set it as it was, "
+        hint = ""
+        if over and was["rows_per_step"] != hp.rows_per_step:
+            hint = f"; rows_per_step may change at the end of a block: steps {step - over} or {step - over + BLOCK_STEPS}"
+        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}{hint}); set it as it was, "
                           f"or start another run with --run=NAME (this one: --run={hp.run})")
     for name, value in asdict(hp).items():
         if name in was and was[name] != value and name not in ("resume", "stop_at"):
             log(f"resumed with another --{name}: {was[name]} -> {value}")
+
+
+def describe_stage(stage: dict) -> str:
+    return " ".join(f"{name}={value[:12] if name == 'fingerprint' else value}" for name, value in stage.items())
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -418,6 +497,8 @@ class Output:
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
+        self.asked = 0  # step after which someone wants a checkpoint
+        self.alive_before: float | None = None  # last sign of life before the crash, Unix time
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -443,6 +524,9 @@ class Output:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
         self.keep_metrics_before(step)
+        if step and (self.path / "progress.json").exists():
+            before = json.loads((self.path / "progress.json").read_text())
+            self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
         self.log_file = open(self.path / "log.txt", "a", buffering=1)
         self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
         total, active = count_params(m)
@@ -452,6 +536,7 @@ class Output:
                  f"git {git_state()}", console=False)
         self.log_file.writelines(self.early)
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
+        self.evaluation_bytes = 8 * total  # one process holds masters and weights
         if hp.wandb == "auto":
             self.wandb = start_wandb(hp, self.path)
 
@@ -476,20 +561,51 @@ class Output:
             tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
             tmp.rename(self.path / "progress.json")
 
+    def save_wanted(self, step: int) -> bool:
+        """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
+        if not self.active or self.asked or not (self.path / "save").exists():
+            return False
+        self.log(f"{self.path / 'save'} is there: saving after step {step + 1}")
+        self.asked = step + 1
+        return True
+
+    def saved(self, outcome: checkpoint.Outcome | None) -> dict:
+        """Logs how a save ended, if one did, and has what it wrote evaluated; returns its metrics."""
+        if outcome is None:
+            return {}
+        if outcome.error:
+            self.log(f"WARNING: {outcome.error}; the next one is tried when it is due")
+            return {"ckpt_error": outcome.error}
+        if self.asked and outcome.step >= self.asked:
+            (self.path / "save").unlink(missing_ok=True)
+            self.asked = 0
+        if outcome.warning:
+            self.log(f"WARNING: {outcome.warning}")
+        self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
+        self.evaluate(outcome.path)
+        return {"ckpt_step": outcome.step, "ckpt_write_s": outcome.seconds, "ckpt_bytes": outcome.bytes}
+
+    def recovered(self) -> dict:
+        """After the first step of a run that goes on after a crash: seconds since the last sign of life before it."""
+        if not self.alive_before:
+            return {}
+        seconds, self.alive_before = time.time() - self.alive_before, None
+        self.log(f"first step back {seconds:.1f} s after the last sign of life before the crash")
+        return {"recovery_s": seconds}
+
     def metrics(self, values: dict):
         if self.active:
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
 
-    def evaluate(self, path: Path, m: Model):
+    def evaluate(self, path: Path):
         """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
         if not self.active or not self.hp.eval_ckpt:
             return
-        needed = 8 * count_params(m)[0]  # one process holds masters and weights
-        if needed > host_memory()[0] / 4:
-            self.log(f"--eval_ckpt=True: not done, one process would need {needed / GIB:.1f} GiB beside the training; use "
-                     "eval.py on several ranks")
+        if self.evaluation_bytes > host_memory()[0] / 4:
+            self.log(f"--eval_ckpt=True: not done, one process would need {self.evaluation_bytes / GIB:.1f} GiB beside the "
+                     "training; use eval.py on several ranks")
             return
         self.unevaluated = path
         self.start_evaluation()
@@ -563,26 +679,55 @@ class Run(NamedTuple):
     grid: Grid
     transport: Transport
     device: torch.device
-    rows: data.Rows
-    held_out: data.Rows
+    stages: list[Stage]
+    blends: list[data.Blend]  # of each stage
+    order: Order
+    meta: dict  # for checkpoints
     out: Output
 
 
-def prepare_data(hp: Hyperparameters, grid: Grid, device, log) -> Path:
+def prepare_stages(hp: Hyperparameters, stages: list[Stage], grid: Grid, device, log) -> list[data.Blend]:
+    """The prepared data of each stage. All have the first one's tokenizer."""
+    blends = []
+    for stage in stages:
+        tokenizer = str(blends[0].path / "tokenizer.model") if blends else hp.tokenizer
+        blends.append(prepare_data(hp, stage, tokenizer, grid, device, log))
+    return blends
+
+
+def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, device, log) -> data.Blend:
     """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
     another, makes its own, which must be the same."""
-    args = hp.data, hp.vocab, hp.seq_len, hp.seed, hp.tokenizer
-    path = together(lambda: str(data.prepare(*args, log=log)) if grid.world.index == 0 else "", grid, device)
+    def prepare(log) -> Path:
+        return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
+
+    path = together(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid, device)
     path = Path(share_texts(path, grid, device)[0])
-
-    def own() -> str:
-        return data.Rows(path if path.exists() else data.prepare(*args, log=lambda *_: None), "train").fingerprint
-
-    fingerprints = share_texts(together(own, grid, device), grid, device)
+    blend = together(lambda: data.Blend(path if path.exists() else prepare(lambda *_: None)), grid, device)
+    fingerprints = share_texts(blend.fingerprint, grid, device)
     if different := [rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]]:
-        raise ConfigError(f"--data={hp.data}: ranks {different} made other rows of it than rank 0; give all nodes the same files and "
-                          "packages, or a shared directory data/")
-    return path
+        raise ConfigError(f"--data={stage.data}: ranks {different} made other rows of it than rank 0; give all nodes the same "
+                          "files and packages, or a shared directory data/")
+    return blend
+
+
+def pin(stages: list[Stage], blends: list[data.Blend], said: list[dict]) -> list[dict]:
+    """What a checkpoint keeps of the stages: what the file says of each, with the data's fingerprint in place of their path."""
+    found = [{"from_step": 0, "fingerprint": blends[0].fingerprint}]
+    for values, blend in zip(said, blends[1:]):
+        found.append({**{k: v for k, v in values.items() if k != "data"}, "fingerprint": blend.fingerprint})
+    return found
+
+
+def rows_of_run(hp: Hyperparameters, asked: Hyperparameters, found: dict, world: int) -> Hyperparameters:
+    """A resumed run keeps its rows per step where no other number was asked for. Raises ConfigError if they cannot be shared."""
+    rows = found and found["settings"].get("rows_per_step")  # an imported one has none
+    if not rows or asked.rows_per_step or asked.rows_per_rank:
+        return hp
+    if rows % world:
+        raise ConfigError(f"the run has rows_per_step={rows}, which {world} ranks cannot share evenly; start with a number of "
+                          f"ranks that divides it, or, at the end of a block of {BLOCK_STEPS} steps, set another --rows_per_step")
+    return dataclasses.replace(hp, rows_per_step=rows, rows_per_rank=rows // world)
 
 
 def planned_memory(hp: Hyperparameters, m: Model, grid: Grid) -> tuple[dict[str, int], dict[str, int]]:
@@ -617,35 +762,77 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
     check_hosts(reports, fixes)
 
 
-def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
-    root = out.path / "ckpt"
+def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
+          out: Output) -> tuple[Run, State, int]:
+    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run. With --resume=auto the newest that is as it
+    was written; those that are not are set aside, once a good one has been found."""
+    root, device = out.path / "ckpt", where.device
 
-    def choose() -> str:
+    def choose() -> list[str]:
         if hp.resume != "auto" or not out.active:
-            return "" if hp.resume == "never" else hp.resume
-        return checkpoint.newest(root)
+            return [] if hp.resume == "never" else [hp.resume]
+        return [p.name for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
 
-    chosen = share_texts(together(choose, grid, device), grid, device)[0]
+    names = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
-    step = 0
-    if chosen:
-        manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
-        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
-        step = manifest["step"]
-    state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)  # arenas may not be had
-    together(lambda: optim.init_moments(state, hp.optimizer), grid, device)
-    if not chosen:
-        return state, 0
-    together(lambda: checkpoint.load(Path(chosen), state, grid, m), grid, device)
-    out.log(f"resumed from {chosen}")
     if out.active:
         checkpoint.remove_unfinished(root)
-    for place in checkpoint.set_aside_after(root, step) if out.active else ():
-        out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
-    return state, step
+    if not names:
+        return run_of(asked, hp, m, grid, where, {}, None, out), empty_state(hp, m, grid, device), 0
+    state, damaged = None, []
+    for chosen in (root / name if hp.resume == "auto" else Path(name) for name in names):
+        manifest, damage = checkpoint.agreed(lambda: checkpoint.read_manifest(chosen), grid, device)
+        if not damage:
+            run = run_of(asked, hp, m, grid, where, manifest, chosen, out)
+            state = state or empty_state(hp, m, grid, device)
+            _, damage = checkpoint.agreed(lambda: checkpoint.load(chosen, state, grid, m), grid, device)
+        if not damage:
+            return run, state, start_from(chosen, manifest["step"], damaged, out)
+        out.log(f"WARNING: {damage}")
+        damaged.append((chosen, damage))
+    raise ConfigError(f"{damaged[0][1]}" + (f"; nor can any other of {len(damaged)} be read" if len(damaged) > 1 else ""))
+
+
+def run_of(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place, found: dict,
+           chosen: Path | None, out: Output) -> Run:
+    """The run with its data prepared, its stages and its order. found: the manifest of the checkpoint it goes on from, or nothing.
+    Raises ConfigError on all ranks where that was another run's, or where memory or data are wanting."""
+    device, hp = where.device, rows_of_run(hp, asked, found, where.world)
+    stages = declared(hp)
+    check_memory(dataclasses.replace(hp, seq_len=max(stage.seq_len for stage in stages)), m, grid, where, out)
+    blends = prepare_stages(hp, stages, grid, device, out.log)
+    pinned = pin(stages, blends, read_stages(hp.stages))
+    if found:
+        check_same_run(found, hp, m, pinned, chosen, out.log)
+    anchors = found.get("rows_per_step", [])  # [step, rows per step from there on]
+    if not anchors or anchors[-1][1] != hp.rows_per_step:
+        anchors = [*anchors, [found.get("step", 0), hp.rows_per_step]]
+    order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], anchors, hp.seed, hp.balance)
+    meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": blends[0].fingerprint, "stages": pinned,
+            "rows_per_step": anchors, "declared": [asdict(stage) for stage in stages]}
+    return Run(hp, m, grid, transport_of(hp), device, stages, blends, order, meta, out)
+
+
+def empty_state(hp: Hyperparameters, m: Model, grid: Grid, device) -> State:
+    """Initial weights and moments. Raises ConfigError on all ranks where the memory cannot be had."""
+    state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)
+    together(lambda: optim.init_moments(state, hp.optimizer), grid, device)
+    return state
+
+
+def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Output) -> int:
+    """Puts the run's directory in order for a run that starts from this checkpoint; returns its step."""
+    out.log(f"resumed from {chosen}" + (f", because newer ones are damaged: {len(damaged)}" if damaged else ""))
+    root = out.path / "ckpt"
+    if out.active:
+        for path, _ in damaged:
+            aside = checkpoint.set_aside(path, "damaged")
+            out.log(f"WARNING: {path} is damaged and now {aside}; delete it when you have seen to it")
+        for place in checkpoint.set_aside_after(root, step):
+            out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
+    return step
 
 
 def main(argv: list[str]) -> int:
@@ -653,7 +840,8 @@ def main(argv: list[str]) -> int:
         print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(Hyperparameters)))
         return launch.EXIT_OK
     where = launch.place()
-    hp, m = resolve(parse(argv), where)
+    asked = parse(argv)
+    hp, m = resolve(asked, where)
     out = Output(hp, where)
     launch.setup(where)
     device, transport = where.device, transport_of(hp)
@@ -665,10 +853,8 @@ def main(argv: list[str]) -> int:
         out.log(f"warning: {warning}")
 
     together(out.lock, grid, device)
-    check_memory(hp, m, grid, where, out)
-    path = prepare_data(hp, grid, device, out.log)
-    rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
-    state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
+    run, state, step = begin(asked, hp, m, grid, where, out)
+    hp = run.hp
     last = min(hp.stop_at or hp.steps, hp.steps)
     if step >= last:
         out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
@@ -676,7 +862,12 @@ def main(argv: list[str]) -> int:
         return launch.EXIT_OK
     out.open(hp, m, step)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
-    stopped = train(Run(hp, m, grid, transport, device, rows, held_out, out), state, step, last, launch.StopRequest())
+    try:
+        stopped = train(run, state, step, last, launch.StopRequest())
+    except checkpoint.NotSaved as error:
+        out.log(f"error: {error}")
+        out.finish_evaluation(0)
+        return launch.EXIT_NOT_SAVED
     out.log(ledger(), console=False)
     out.finish_evaluation(0 if stopped else EVALUATION_S)
     out.close()
@@ -685,33 +876,41 @@ def main(argv: list[str]) -> int:
 
 def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it."""
-    hp, m, grid, transport, device, rows, held_out, out = run
-    meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
-    flops, times = flops_per_token(m, mean_segment(rows)), []
+    hp, m, grid, transport, device, order, out = run.hp, run.m, run.grid, run.transport, run.device, run.order, run.out
+    flops, times = [flops_per_token(m, mean_segment(blend)) for blend in run.blends], []
     plan = optim.plan_muon(state, grid, m, hp.optimizer)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
-    inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
-                                          hp.offload_fraction, copies), grid, device)
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
-    batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
+    loader = data.Loader(run.blends, order, grid.world.size, grid.world.index, step)
+    batch, digest = next_rows(loader, step, device)
+    inputs = None
     targets = exchange([count_targets(batch)], grid, device).sum()
+    saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
+    end_of_job, news = launch.end_of_job(hp.walltime), {}
     while step < last:
         start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
-        lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
-        next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
+        stage, blend = run.stages[number := order.leg(step).stage], run.blends[number]
+        lr = optim.learning_rate(step, hp.steps, stage.lr, hp.warmup, stage.schedule, stage.final_lr)
+        if inputs is None or m.seq_len != stage.seq_len:
+            inputs, m = None, dataclasses.replace(m, seq_len=stage.seq_len)  # the old ones go first
+            inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
+                                                  hp.offload_fraction, copies), grid, device)
+        next_batch, next_digest = next_rows(loader, step + 1, device)
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
                                         inputs=inputs)).tolist()
-            # every rank now learns the loss, the norm, the next step's targets and who was told to stop
-            numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
-            loss, squared_norm, next_targets, requested = numbers.sum(0)
+            # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save
+            reason = why_stop(stop, end_of_job, times, saver)
+            numbers = exchange([*sums, count_targets(next_batch), bool(reason), out.save_wanted(step)], grid, device)
+            loss, squared_norm, next_targets, stopping, saving = numbers.sum(0)
             loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
             if not math.isfinite(loss + grad_norm):
+                saver.wait()  # what it writes is from before
                 ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
                 raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
                                          "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
@@ -719,43 +918,54 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
                          transport, chunk=hp.stream_chunk)
 
-        step, batch, targets = step + 1, next_batch, next_targets
-        ending = step == last or requested
+        measured = {"row_ids": digest, "stage": number}
+        step, batch, targets, digest = step + 1, next_batch, next_targets, next_digest
         times.append(time.perf_counter() - start)
-        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
+        measured |= {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
                     "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
                     "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
-                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
+                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()},
+                    "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
-            measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
-        report(run, step, measured, flops, times)
-        if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
-            out.progress(step, "checkpoint")
+            measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+        report(run, step, measured, flops[number], times)
+        news = {}
+        if step == last or stopping or saving or (hp.ckpt_every and step % hp.ckpt_every == 0):
             copies.finish()
-            checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
-            out.evaluate(checkpoint.directory(out.path / "ckpt", step), m)
-        if ending:
-            out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
-                    + (f"; stopped by {stop.requested or 'another rank'}, run again (--resume=auto) to go on" if requested else ""))
+            news = out.saved(saver.start(step, {**run.meta, "row": order.rows_before(step)}, optim.phases(state, plan)))
+        if stopping:
             break
+    loader.close()
+    out.progress(step, "checkpoint")
+    if error := out.saved(final := saver.wait()).get("ckpt_error"):
+        raise checkpoint.NotSaved(f"the last checkpoint of this run is missing: {error}, then run again to resume")
+    out.log(f"checkpoint {final.path}"
+            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if stopping else ""))
     out.progress(step, "done" if step == hp.steps else "stopped")
-    return bool(requested) and step < last
+    return bool(stopping) and step < last
+
+
+def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
+    """The signal that asked for an end; or the end of the job, when it is so near that after another step there might be no time
+    for a checkpoint. times: of the steps so far, in seconds."""
+    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + saver.needs_s
+    if end_of_job and time.time() + needs_s > end_of_job:
+        return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
+    return stop.requested
 
 
 def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):
     """One line on the console, one object in metrics.jsonl. flops: per token; times: of the steps so far, in seconds."""
     hp, out = run.hp, run.out
-    tokens, world, step_s = hp.rows_per_step * hp.seq_len, run.grid.world.size, times[-1]
+    tokens, world, step_s = run.order.tokens_before(step) - run.order.tokens_before(step - 1), run.grid.world.size, times[-1]
     tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
-    ids = data.row_ids((step - 1) * hp.rows_per_step, hp.rows_per_step, len(run.rows), hp.seed)
-    out.metrics({"step": step, "tokens": step * tokens, **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
-                 "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device),
-                 "row_ids": hashlib.sha256(ids.tobytes()).hexdigest()[:16]})
+    out.metrics({"step": step, "tokens": run.order.tokens_before(step), **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
+                 "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device)})
     out.progress(step, "step")
     recent = sorted(times[-20:])[len(times[-20:]) // 2]
     held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""

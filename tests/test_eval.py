@@ -9,14 +9,16 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-import corpus
 import data
 import eval as ev
+import order
+import tokenizer
 from model import ConfigError, model_of
 from parallel import Transport, init_state, make_grid
 
@@ -136,22 +138,35 @@ def test_pairs_help_where_there_is_structure_and_do_no_harm_where_there_is_none(
 class FakeRows:
     """Row r holds the tokens r, r, r and one target less."""
 
-    seq_len, vocab = 3, 100
-
-    def __len__(self):
-        return 20
+    seq_len, vocab, path = 3, 100, None
 
     def __getitem__(self, r):
         return data.Row(np.array([r, r, r]), np.array([r, -1, r]), [0, 2, 3], 3)
 
 
-@pytest.mark.parametrize("positions", [1, 2, 7, 20, 50])
-def test_tables_count_the_rows_seen_as_often_as_they_were_seen(positions):
-    counted, left_out = ev.seen_pairs(FakeRows(), positions, seed=5)
-    ids = data.row_ids(0, positions, 20, 5)
-    assert Counter((np.concatenate([counted, left_out]) % 100).tolist()) == Counter(np.repeat(ids, 2).tolist())
-    assert not set(counted.tolist()) & set(left_out.tolist())
-    assert len(counted) and (positions == 1 or 0 < len(left_out) <= len(counted))
+@pytest.mark.parametrize("steps, fit_rows", [(1, 99), (2, 99), (7, 99), (40, 99), (7, 3), (7, 0)])
+def test_tables_count_the_rows_seen_as_often_as_they_were_seen(steps, fit_rows):
+    """Two corpora of 20 rows, two stages, 2 and then 4 rows a step."""
+    sources = [order.Source(name * 16, np.zeros(20, np.uint8)) for name in "ab"]
+    stages = [order.Stage(0, sources[:1], [1], 3), order.Stage(128, sources, [1, 2], 3)]
+    blends = [SimpleNamespace(corpora=[FakeRows()] * n, seq_len=3) for n in (1, 2)]
+    seen = ev.Seen(blends, order.Order(stages, [(0, 2), (128, 4)], 5), 128 - 4 + steps)
+    rows, tokens = ev.seen_rows(seen, (2 * 124 + fit_rows) * 3)
+    want = [(s, c, r) for step in range(seen.step) for s, cs, rs in [seen.order.rows(step)] for c, r in zip(cs.tolist(), rs.tolist())]
+    want = want[: 2 * 124 + fit_rows]
+    assert Counter((s, c, r) for (s, c), ids in rows.items() for r in ids.tolist()) == Counter(want) and tokens == 3 * len(want)
+    counted, left_out = ev.seen_pairs(seen, rows)
+    assert Counter((np.concatenate([counted, left_out]) % 100).tolist()) == Counter([r for _, _, r in want for _ in range(2)])
+    assert 0 < len(left_out) <= len(counted)
+
+
+def test_of_a_single_row_nothing_is_left_out():
+    blend = SimpleNamespace(corpora=[FakeRows()], seq_len=3)
+    single = order.Order([order.Stage(0, [order.Source("a" * 16, np.zeros(20, np.uint8))], [1], 3)], [(0, 1)], 5)
+    for steps, tokens in ((1, 99), (9, 0)):
+        rows, n = ev.seen_rows(seen := ev.Seen([blend], single, steps), tokens)
+        counted, left_out = ev.seen_pairs(seen, rows)
+        assert len(counted) == 2 and not len(left_out) and n == 3
 
 
 def test_bits_per_byte_by_hand():
@@ -293,7 +308,7 @@ def test_loss_of_a_trained_run(trained):
     assert found["tokens"] == found["fit_tokens"] == 8 * 64
 
     (path,) = (trained / "data").glob("rows-*")
-    rows, tok = data.Rows(path, "val"), corpus.load_tokenizer(path)
+    rows, tok = data.Rows(path, "val"), tokenizer.load_tokenizer(path)
     targets = np.concatenate([rows[r].targets_S[rows[r].targets_S >= 0] for r in range(len(rows))])
     assert (found["rows"], found["targets"]) == (len(rows), len(targets))
     assert found["bytes"] == len(tok.decode(targets.tolist()).encode())  # end-of-document decodes to nothing

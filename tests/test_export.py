@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import checkpoint
-import corpus
 import data
 import eval as ev
 import export
@@ -26,7 +25,9 @@ import launch
 import optim
 import train
 from model import ConfigError, Model, model_of
+from order import Order
 from parallel import Transport, init_state, make_grid, pieces
+from tokenizer import SPACE, encode
 
 ROOT = Path(__file__).parent.parent
 SIZES = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--experts=8",
@@ -34,7 +35,7 @@ SIZES = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16
 KINDS = {  # run -> its settings; the name is the architecture that fits
     "qwen3_moe": ["--rope_every=1", "--max_per_group=2", "--rope_theta=20000"],
     "glm4_moe": ["--rope_every=1", "--groups=1", "--router=sigmoid", "--shared_experts=1", "--eval_ckpt=True"],
-    "nano1t": ["--router=sigmoid", "--shared_experts=1", "--groups=2", "--max_per_group=3"],  # on four ranks
+    "nano1t": ["--router=sigmoid", "--shared_experts=1", "--groups=2", "--max_per_group=3"],
 }
 CPU = torch.device("cpu")
 
@@ -74,16 +75,18 @@ def trained(tmp_path_factory) -> Path:
             picked = rng.integers(len(words), size=rng.integers(8, 60))
             text = " ".join(words[(i * i) % len(words)] + ("\n" if i % 7 == 0 else "") for i in picked)
             f.write(json.dumps({"text": text}) + "\n")
-    start_all(cwd, *(["train", f"--run={run}", *SIZES, *KINDS[run]] for run in ("qwen3_moe", "glm4_moe")))
-    four = ROOT / "launch.py", "--nodes", 2, "--ranks-per-node", 2, "--"
-    start(cwd, *four, ROOT / "train.py", "--run=nano1t", *SIZES, *KINDS["nano1t"])
+    start_all(cwd, *(["train", f"--run={run}", *SIZES, *KINDS[run]] for run in KINDS))
     for run in KINDS:
         manifest, m, grid, state = whole(cwd / "out" / run / "ckpt" / "step-00000003")
         if m.router == "sigmoid":
             state.bias_LX += 0.1 * torch.randn(state.bias_LX.shape, generator=torch.Generator().manual_seed(0))
-        meta = {key: manifest[key] for key in ("settings", "model", "fingerprint")}
-        checkpoint.save(cwd / "biased" / run, 3, state, grid, meta, 0)
+        checkpoint.save(cwd / "biased" / run, 3, state, grid, meta_of(manifest))
     return cwd
+
+
+def meta_of(manifest: dict) -> dict:
+    """What training has a checkpoint keep."""
+    return {key: value for key, value in manifest.items() if key not in ("format", "step", "grid", "files")}
 
 
 def whole(path: Path):
@@ -106,7 +109,7 @@ def tokenizer(trained) -> bytes:
 def prepared(trained: Path) -> Path:
     """The rows that the runs were trained on."""
     wanted = checkpoint.read_manifest(biased(trained, "glm4_moe"))["fingerprint"]
-    return next(path for path in (trained / "data").glob("rows-*") if data.Rows(path, "val").fingerprint == wanted)
+    return next(path for path in (trained / "data").glob("rows-*") if data.Blend(path).fingerprint == wanted)
 
 
 @pytest.fixture(scope="module")
@@ -215,20 +218,43 @@ def parts(bucket: str, part: torch.Tensor, m: Model):
         yield p, part.flatten()[p.at : p.at + p.stop - p.start]
 
 
-def test_a_checkpoint_of_four_ranks_is_exported_as_that_of_one(trained, tokenizer):
-    _, _, grid, state = whole(trained / "out/nano1t/ckpt/step-00000003")
-    manifest = checkpoint.read_manifest(trained / "out/nano1t/ckpt/step-00000003")
-    assert manifest["grid"] == [1, 2, 2]
-    checkpoint.save(trained / "one", 3, state, grid, {key: manifest[key] for key in ("settings", "model", "fingerprint")}, 0)
-    for name, path in {"four": trained / "out/nano1t/ckpt/step-00000003", "one": trained / "one/step-00000003"}.items():
+def split_checkpoint(path: Path, root: Path, R: int, N: int, E: int) -> Path:
+    """A checkpoint's masters as ranks of this grid would have written them."""
+    manifest, tmp, files = checkpoint.read_manifest(path), root / "tmp", {}
+    m = Model(**manifest["model"])
+    tmp.mkdir(parents=True)
+    for rank in range(R * N * E):
+        grid = make_grid(rank, R * N * E, E, R, m, connect=False)
+        state = ev.load_state(ev.Run(path, manifest, None, m), grid, CPU)
+        tensors = {f"{name}/master": x.view(-1) for name, x in state.master.items()}
+        units = checkpoint.share_of(tensors, checkpoint.in_order(tensors, []), R, grid.r)
+        tensors |= {"bias_LX": state.bias_LX.view(-1)} if rank == 0 else {}
+        units += [checkpoint.Unit("bias_LX", 0, len(tensors["bias_LX"]))] if rank == 0 else []
+        file = checkpoint.RankFileWriter(checkpoint.rank_file(tmp, rank), {u.name: len(tensors[u.name]) for u in units})
+        for unit in units:
+            file.add(unit.name, tensors[unit.name][unit.start : unit.stop].numpy().view(np.uint8))
+        files[checkpoint.rank_file(tmp, rank).name] = file.finish() | {"owner": rank % (N * E)}
+        file.close()
+    final = checkpoint.directory(root, manifest["step"])
+    checkpoint.publish(final, tmp, {**manifest, "grid": [R, N, E], "files": files})
+    return final
+
+
+def test_a_checkpoint_of_many_ranks_is_exported_as_that_of_one(trained, tokenizer, monkeypatch):
+    monkeypatch.setattr(export, "OPEN_OWNERS", 2)  # of four
+    one = biased(trained, "nano1t")
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "PIECE", 1000)  # pieces end within parameters
+        eight = split_checkpoint(one, trained / "eight", 2, 2, 2)
+    for name, path in {"eight": eight, "one": one}.items():
         export.export_checkpoint(path, trained / "same" / name, tokenizer, shard_gb=1e-4)
-    one, four = ((trained / "same" / name / "SHA256SUMS").read_text() for name in ("one", "four"))
-    assert one == four and len(one.splitlines()) > 8
-    for line in four.splitlines():
+    one, eight = ((trained / "same" / name / "SHA256SUMS").read_text() for name in ("one", "eight"))
+    assert one == eight and len(one.splitlines()) > 8
+    for line in eight.splitlines():
         digest, name = line.split("  ")
-        assert hashlib.sha256((trained / "same/four" / name).read_bytes()).hexdigest() == digest
-    listed = {line.split("  ")[1] for line in four.splitlines()}
-    assert {p.name for p in (trained / "same/four").iterdir()} == listed | {"SHA256SUMS"}
+        assert hashlib.sha256((trained / "same/eight" / name).read_bytes()).hexdigest() == digest
+    listed = {line.split("  ")[1] for line in eight.splitlines()}
+    assert {p.name for p in (trained / "same/eight").iterdir()} == listed | {"SHA256SUMS"}
 
 
 @pytest.mark.parametrize("run", KINDS)
@@ -277,9 +303,10 @@ def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monke
 
 def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, capsys):
     monkeypatch.chdir(trained)
-    assert export.main(["import", f"--source={exported / 'qwen3_moe'}", "--run=back"]) == 0
+    assert checkpoint.main(["import", f"--source={exported / 'qwen3_moe'}", "--run=back"]) == 0
     command = re.search(r"go on with: python train.py (.*) --data=\.\.\.", capsys.readouterr().out)[1].split()
     assert "--rope_theta=20000" in command and "--tokenizer=out/back/tokenizer.model" in command
+    assert checkpoint.main(["verify", "out/back"]) == 0
     # by the newest checkpoint of the run, and by its path in another run
     more = ["--data=text", "--steps=2", "--lr=1e-9", "--wandb=off"]
     log = start_all(trained, ["eval", "loss", "--run=back", "--data=text", "--wandb=off"], ["train", *command, *more],
@@ -296,8 +323,9 @@ def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, c
 def start_loss(trained: Path, run: str) -> float:
     """Of a run's checkpoint on the first training row."""
     _, m, grid, state = whole(biased(trained, run))
-    rows = data.Rows(prepared(trained), "train")
-    (row,) = train.rows_of_step(0, rows, 1, grid, 0, CPU)
+    blend = data.Blend(prepared(trained))
+    _, corpus_R, row_R = Order([blend.stage(0)], [(0, 1)], 0).rows(0)
+    row = train.to_device(blend.corpora[corpus_R[0]][row_R[0]], CPU)
     loss, _ = train.schedule([row], state, grid, m, Transport(torch.float32), train=False)
     return float(loss) / row.n_targets
 
@@ -314,7 +342,8 @@ def test_memory_is_that_of_a_few_tensors(tokenizer, tmp_path, monkeypatch):
     grid = make_grid(0, 1, 1, 1, m, connect=False)
     state = init_state(m, grid, 0, CPU)
     optim.init_moments(state, "muon")
-    checkpoint.save(tmp_path, 1, state, grid, {"settings": {}, "model": dataclasses.asdict(m), "fingerprint": "x"}, 0)
+    monkeypatch.setattr(checkpoint, "PIECE", 1 << 18)
+    checkpoint.save(tmp_path, 1, state, grid, {"settings": {}, "model": dataclasses.asdict(m), "fingerprint": "x"})
     size, held = sum(x.nbytes for x in state.master.values()), []
     del state
     monkeypatch.setattr(export.Progress, "add", lambda self, count: held.append(anonymous_bytes()))
@@ -404,14 +433,19 @@ def test_a_damaged_directory_is_not_imported(trained, tokenizer, tmp_path, monke
 def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
     _, _, grid, state = whole(biased(trained, "qwen3_moe"))
     manifest = checkpoint.read_manifest(biased(trained, "qwen3_moe"))
-    checkpoint.save(tmp_path, 3, state, grid, {key: manifest[key] for key in ("settings", "model", "fingerprint")}, 0)
-    file = checkpoint.rank_file(tmp_path / "step-00000003", 0)
-    raw = bytearray(file.read_bytes())
+    checkpoint.save(tmp_path / "ckpt", 3, state, grid, meta_of(manifest))
+    path = tmp_path / "ckpt" / "step-00000003"
+    file = checkpoint.rank_file(path, 0)
+    whole_file = file.read_bytes()
+    raw = bytearray(whole_file)
     raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
-    with pytest.raises(ConfigError, match="missing or damaged"):
-        export.export_checkpoint(tmp_path / "step-00000003", tmp_path / "hf", tokenizer)
-    assert not (tmp_path / "hf").exists()
+    for content, said in ((raw, "the checksum of its .* is not"), (whole_file[:-4], "bytes, should be"), (b"", "missing")):
+        file.unlink()
+        if content:
+            file.write_bytes(content)
+        with pytest.raises(checkpoint.Damaged, match=said):
+            export.export_checkpoint(path, tmp_path / "hf", tokenizer)
+        assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
 
 
 @pytest.mark.parametrize("run, change, said", [
@@ -478,7 +512,7 @@ def test_bad_input_is_refused(trained, exported, monkeypatch, argv, said):
 
 def test_the_program_end_to_end(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)
-    assert export.main(["export", "--run=glm4_moe", "--dtype=float32"]) == 0
+    assert checkpoint.main(["export", "--run=glm4_moe", "--dtype=float32"]) == 0
     assert "Glm4MoeForCausalLM, float32" in capsys.readouterr().out
     assert export.main(["check", "--source=out/glm4_moe/export/step-00000003"]) == 0
     assert "every file has its checksum" in capsys.readouterr().out
@@ -509,7 +543,7 @@ def awkward_texts(model: bytes) -> list[str]:
     rng, tok = random.Random(0), sentencepiece.SentencePieceProcessor(model_proto=model)
     found = ["", " ", "\n", "</s>", "a</s>b<unk>", "<0x0A>", "\u2581", " \u2581 \u2581\u2581x", "12345 3.14",
              "caf\u00e9 \u4e2d\U0001f600\0\t\r\n",
-             "    def f(x):\n        return  x\n\n\n", Path(train.__file__).read_text(), Path(corpus.__file__).read_text()]
+             "    def f(x):\n        return  x\n\n\n", Path(train.__file__).read_text(), Path(data.__file__).read_text()]
     some = [tok.id_to_piece(i).replace("\u2581", " ") for i in range(tok.vocab_size())
             if not (tok.is_control(i) or tok.is_byte(i))]
     found += ["".join(rng.choice(some) for _ in range(rng.randrange(1, 40))) for _ in range(1500)]
@@ -530,7 +564,7 @@ def test_tokenizer_gives_the_same_ids_and_text(tmp_path, changes):
     theirs.encode_special_tokens = True  # what split_special_tokens in tokenizer_config.json does
     assert [theirs.id_to_token(i) for i in range(3)] == [tok.id_to_piece(i) for i in range(3)]
     ids = [encoding.ids for encoding in theirs.encode_batch(texts, add_special_tokens=False)]
-    for text, found, wanted in zip(texts, ids, corpus.encode(tok, texts)):
+    for text, found, wanted in zip(texts, ids, encode(tok, texts)):
         assert found == wanted, repr(text[:200])
         assert theirs.decode(found, skip_special_tokens=False) == tok.decode(wanted), repr(text[:200])
 
@@ -597,7 +631,7 @@ def test_transformers_computes_the_same(transformers, trained, exported, tokeniz
     theirs = transformers.AutoTokenizer.from_pretrained(exported / run, trust_remote_code=remote)
     assert (theirs.eos_token_id, theirs.pad_token_id, theirs.bos_token_id) == (1, 1, None)
     texts = ["the value</s> of\n\n   a list<unk> \u2581x caf\u00e9 12", "", " ", "\n  return it"]
-    assert theirs(texts)["input_ids"] == corpus.encode(tok, texts) and theirs.batch_decode(corpus.encode(tok, texts)) == texts
+    assert theirs(texts)["input_ids"] == encode(tok, texts) and theirs.batch_decode(encode(tok, texts)) == texts
     assert "\ufffd" in tok.decode(said) or tok.decode(said) == theirs.decode(said)
 
     # written again by the library, it comes back the same
@@ -639,28 +673,47 @@ def test_an_evaluation_ran_beside_the_training(trained):
     assert "this model" in (trained / "out/glm4_moe/eval.log").read_text()
 
 
+def test_only_finished_checkpoints_are_evaluated_one_at_a_time(tmp_path, monkeypatch):
+    started, ended = [], [None]
+
+    class Process:
+        poll, wait = staticmethod(lambda: ended[0]), staticmethod(lambda timeout: 0)
+
+    monkeypatch.setattr(launch, "background", lambda argv, output: started.append(argv[3]) or Process())
+    out = train.Output(train.Hyperparameters(eval_ckpt=True), launch.Place(0, 1, 0, 1, CPU, "gloo"))
+    out.path, out.evaluation_bytes = tmp_path, 1
+    for name, error in (("a", "no space"), ("b", ""), ("c", ""), ("d", "")):
+        out.saved(checkpoint.Outcome(1, Path(name), error, "", 0.5, 9))
+    assert started == ["--checkpoint=b"]
+    out.finish_evaluation(60)
+    assert started == ["--checkpoint=b", "--checkpoint=d"]  # the newest only
+    out.evaluation_bytes = 1 << 60
+    out.saved(checkpoint.Outcome(1, Path("e"), "", "", 0.5, 9))
+    assert len(started) == 2
+
+
 def test_questions_have_one_true_answer():
     found = [ev.Passage(i // 3, f"context {i}", f" text {i}") for i in range(30)]
     asked = ev.questions(found, 25, 4, np.random.default_rng(0))
     assert len(asked) == 25 and {q["answer"] for q in asked} == {0, 1, 2, 3} and len({q["context"] for q in asked}) == 25
     for q in asked:
         i = int(q["context"].split()[1])
-        documents = [int(text.split()[1]) // 3 for text in q["choices"]]
-        assert q["choices"][q["answer"]] == f" text {i}" and len(set(documents)) == 4 and documents[q["answer"]] == i // 3
-    assert ev.questions(found[:6], 9, 4, np.random.default_rng(0)) == []  # two documents cannot give three wrong ones
+        those = [int(text.split()[1]) // 3 for text in q["choices"]]
+        assert q["choices"][q["answer"]] == f" text {i}" and len(set(those)) == 4 and those[q["answer"]] == i // 3
+    assert ev.questions(found[:6], 9, 4, np.random.default_rng(0)) == []  # two pieces cannot give three wrong ones
 
 
 def test_passages_are_parts_of_held_out_documents(trained, tokenizer):
-    rows, tok = data.Rows(prepared(trained), "val"), sentencepiece.SentencePieceProcessor(model_proto=tokenizer)
+    rows, tok = data.Blend(prepared(trained)).held_out, sentencepiece.SentencePieceProcessor(model_proto=tokenizer)
     found = ev.passages(rows, tok, 6, 4)
     text = "".join(tok.decode(rows[r].tokens_S.tolist()) for r in range(len(rows)))
-    assert len({p.document for p in found}) > 1
+    assert len({p.piece for p in found}) > 1
     for p in found:
         assert p.context + p.continuation in text and re.match(r" [a-z]", p.continuation) and not p.context[-1].isspace()
 
 
 class FakeRows:
-    """Three documents in two rows: the second goes on in the second row."""
+    """Pieces of documents, two in each row."""
 
     tokens = list(range(10, 16)), list(range(16, 22))
     targets = [11, 12, -1, 14, 15, 16], [17, 18, -1, 20, 21, -1]
@@ -679,15 +732,15 @@ class FakeTokenizer:
         return 30
 
     def id_to_piece(self, i):
-        return corpus.SPACE + chr(87 + i)
+        return SPACE + chr(87 + i)
 
     def decode(self, ids):
         return "".join(" " + chr(87 + i) for i in ids)
 
 
-def test_a_document_that_goes_on_in_the_next_row_is_one():
+def test_passages_know_the_piece_that_they_are_from():
     found = ev.passages(FakeRows(), FakeTokenizer(), 1, 1)
-    assert [(p.document, p.context + p.continuation) for p in found] == [(0, " a b"), (1, " d e"), (1, " g h"), (2, " j k")]
+    assert [(p.piece, p.context + p.continuation) for p in found] == [(0, " a b"), (1, " d e"), (2, " g h"), (3, " j k")]
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -696,7 +749,7 @@ def test_a_document_that_goes_on_in_the_next_row_is_one():
     (["loss", "--run=glm4_moe", "--wandb=yes"], "--wandb=yes: unknown"),
     (["harness", "--model=text", "--tasks=x"], "--model=text --tasks=x: give"),
     (["task", "--run=glm4_moe", "--choices=1"], "--choices=1: must"),
-    (["task", "--run=glm4_moe", "--context=60"], "--context=60 --length=16: the held-out documents have fewer"),
+    (["task", "--run=glm4_moe", "--context=60"], "--context=60 --length=16: the held-out rows have fewer"),
 ])
 def test_bad_tasks_are_refused(trained, monkeypatch, argv, said):
     monkeypatch.chdir(trained)
@@ -724,7 +777,7 @@ def test_lm_eval_scores_as_we_do(transformers, trained, tokenizer, monkeypatch):
     for line in Path("out/nano1t/tasks/continuation.jsonl").read_text().splitlines():
         q, likelihood = json.loads(line), []
         for choice in q["choices"]:
-            before, ids = (corpus.encode(tok, [text])[0] for text in (q["context"], q["context"] + choice))
+            before, ids = (encode(tok, [text])[0] for text in (q["context"], q["context"] + choice))
             p = torch.log_softmax(ev.logits(torch.tensor(ids), [0, len(ids)], weights, m), -1)
             likelihood.append(sum(p[t - 1, ids[t]].item() for t in range(len(before), len(ids))))
         right += int(np.argmax(likelihood)) == q["answer"]

@@ -216,11 +216,16 @@ def ref_swiglu(gate_up, weight=None):
 
 
 def test_swiglu_with_and_without_weight():
-    gate_up, weight = leaf(9, 20, scale=2.0), leaf(9)
-    check(model.SwiGLU.apply, ref_swiglu, [gate_up, weight])
-    check(lambda x: model.SwiGLU.apply(x, None), ref_swiglu, [gate_up])
-    assert saved_shapes(model.SwiGLU.apply, gate_up, weight) == [(9,), (9, 20)]
-    assert saved_shapes(model.SwiGLU.apply, gate_up, None) == [(9, 20)]
+    gate_up, weight, dy = leaf(9, 20, scale=2.0), leaf(9), torch.randn(9, 10)
+    check(model.SwiGLU.apply, ref_swiglu, [gate_up])
+    assert saved_shapes(model.SwiGLU.apply, gate_up) == [(9, 20)]
+    want = ref_swiglu(gate_up, weight)
+    again = dy.clone()
+    grads = model.swiglu_grad(again, gate_up.detach(), weight.detach())
+    close(model.swiglu(gate_up.detach(), weight.detach()), want, 1e-6)
+    close(again, want, 1e-6)  # where the gradient was, the value is now
+    for got, expected in zip(grads, torch.autograd.grad(want, (gate_up, weight), dy)):
+        close(got, expected, 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -245,10 +250,12 @@ def test_routing_weights(kind, kept):
 
 
 def test_router_logits_are_fp32_whatever_the_tokens_are():
-    h, router = torch.randn(5, 32).bfloat16(), torch.randn(8, 32)
-    logits = model.router_logits(h, router)
+    h, router = torch.randn(5, 32).bfloat16().requires_grad_(), leaf(8, 32)
+    logits = model.RouterLogits.apply(h, router)
     assert logits.dtype == torch.float32
     close(logits, h.double() @ router.double().T, 1e-6)
+    assert saved_shapes(model.RouterLogits.apply, h, router) == [(5, 32), (8, 32)]
+    check(model.RouterLogits.apply, lambda h, w: h @ w.T, [leaf(5, 32), router])
 
 
 def routing_models():
@@ -362,7 +369,7 @@ def slot_sum(x, weights, chosen, gate_up, down, E: int, m: model.Model, padding:
         rows = model.count_rows(chosen, mine, m)
         assert int(((chosen >= mine.start) & (chosen < mine.stop)).sum()) <= rows
         pairs = model.sort_pairs(chosen, mine, len(w2), rows, model.most_per_token(count, m))
-        total = total + model.experts(x, weights, pairs, w1, w2)
+        total = total + model.Experts.apply(x, weights, w1, w2, pairs, True)
     return total
 
 
@@ -413,7 +420,7 @@ def test_a_slot_without_any_token_returns_zeros(nan_rows):
     mine = range(4, 8)
     rows = model.count_rows(chosen, mine, m)
     pairs = model.sort_pairs(chosen, mine, 4, rows, model.most_per_token(4, m))
-    y = model.experts(x, weights, pairs, gate_up[4:], down[4:])
+    y = model.Experts.apply(x, weights, gate_up[4:], down[4:], pairs, True)
     assert rows == 128 and (y == 0).all()
     for grad in torch.autograd.grad(y, (x, weights, gate_up, down), torch.randn_like(y)):
         assert (grad == 0).all()
@@ -460,14 +467,17 @@ def test_padding_of_experts_changes_nothing(monkeypatch):
         close(b, a, 1e-6)
 
 
-def test_experts_keep_three_arrays_of_pairs_and_the_weights():
+def test_experts_keep_one_wide_array_of_pairs_and_give_it_back():
     m = model.model_of("debug", **TINY)
     (x, weights, gate_up, down), chosen = expert_inputs(m)
-    F2, D = gate_up.shape[1:]
     P = 280 + len(gate_up) * (model.row_multiple(CPU) - 1)
     kept = saved_shapes(lambda: slot_sum(x, weights, chosen, gate_up, down, 1, m))
-    arrays = sorted(s for s in kept if P in s)
-    assert arrays == sorted([(P, D), (P, F2), (P,), (P, F2 // 2)])
+    assert [s for s in kept if P in s] == [(P,)], "routing weights"
+    y = slot_sum(x, weights, chosen, gate_up, down, 1, m)
+    (node, _), *_ = (f for f in y.grad_fn.next_functions if f[0] is not None)  # of the plain sum over the slots
+    assert node.gate_up_PU.shape == (P, gate_up.shape[1])
+    torch.autograd.grad(y.sum(), gate_up)
+    assert node.gate_up_PU is None
 
 
 def test_row_counts_are_known_beforehand_only_where_they_can_be():

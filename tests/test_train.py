@@ -1,6 +1,7 @@
 """train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 import train
-from launch import EXIT_CONFIG, EXIT_STOPPED, Place
+from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
 from model import ConfigError
 from safetensors.torch import load_file
-from spawn import ROOT, launch, worker
+from spawn import ROOT, launch
 
 TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
@@ -52,9 +53,9 @@ PRODUCTION = ["--dtype=bfloat16", "--weight_transport=fp8", "--grad_transport=bf
               "--replicas=2"]
 
 
-@pytest.mark.parametrize("nodes, ranks, more", [(2, 2, []), (4, 1, PRODUCTION)])
-def test_interrupted_twice_and_resumed_is_bit_identical(here, nodes, ranks, more):
-    whole, parts = f"whole{nodes}", f"parts{nodes}"
+def test_interrupted_twice_and_resumed_is_bit_identical(here):
+    """Two replicas with what production uses; soak.py does the same for one replica and other ways to be interrupted."""
+    nodes, ranks, more, whole, parts = 4, 1, PRODUCTION, "whole", "parts"
     settings = ["--steps=40", "--ckpt_every=15", *more]
     run(here, whole, *settings, nodes=nodes, ranks=ranks)
     run(here, parts, *settings, "--stop_at=7", nodes=nodes, ranks=ranks)
@@ -80,14 +81,14 @@ def test_interrupted_twice_and_resumed_is_bit_identical(here, nodes, ranks, more
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_rewind_keeps_no_step_twice(here):
-    """A crash after step 6 with the last checkpoint at step 4: steps 5 and 6 are run again, and recorded once."""
-    run(here, "rewind", "--steps=12", "--stop_at=4")
-    metrics = here / "out" / "rewind" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 0}\n{"step": 6, "lo')  # the last line is torn
-    run(here, "rewind", "--steps=12")
-    assert [line[0] for line in losses(here, "rewind")] == list(range(1, 13))
-    assert all(line[1] > 0 for line in losses(here, "rewind"))
+def test_a_rewind_keeps_no_step_twice(tmp_path, monkeypatch):
+    """Whole runs do so in soak.py."""
+    monkeypatch.chdir(tmp_path)
+    (out := tmp_path / "out" / "rewind").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 7)]
+    (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 7, "lo')  # the last line is torn
+    train.Output(train.Hyperparameters(run="rewind"), Place(0, 1, 0, 1, torch.device("cpu"), "gloo")).keep_metrics_before(4)
+    assert (out / "metrics.jsonl").read_text() == "".join(lines[:4])
 
 
 def test_what_a_run_leaves_behind(here):
@@ -124,34 +125,39 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
 
 
 def test_a_checkpoint_loads_at_another_layout(here):
-    """Written at 2x2; one rank goes on with the same rows and the same losses."""
-    run(here, "from", "--steps=12", "--stop_at=6")
-    checkpoint = here / "out" / "from" / "ckpt" / "step-00000006"
-    run(here, "to", "--steps=12", "--rows_per_step=4", f"--resume={checkpoint}", nodes=1, ranks=1)
-    run(here, "from", "--steps=12")
+    """Written at 2x2; an uneven grid of 3 ranks goes on with the same rows and the same losses."""
+    run(here, "from", "--steps=9", "--rows_per_step=12", "--ckpt_every=6")
+    run(here, "to", "--steps=9", "--rows_per_step=12", f"--resume={here}/out/from/ckpt/step-00000006", nodes=3, ranks=1)
     for there, back in zip(losses(here, "from")[6:], losses(here, "to"), strict=True):
         assert there[0] == back[0] and there[1] == pytest.approx(back[1], rel=1e-4)
+    rows = [[json.loads(line)["row_ids"] for line in (here / "out" / name / "metrics.jsonl").read_text().splitlines()][-3:]
+            for name in ("from", "to")]
+    assert rows[0] == rows[1]
 
 
-def test_damaged_checkpoints_are_refused_by_all_ranks_and_nothing_changes(here):
+def test_a_damaged_checkpoint_that_is_the_only_one_is_refused_by_all_ranks_and_nothing_changes(here):
     run(here, "damage", "--steps=4", nodes=1, ranks=2)
-    checkpoint = here / "out" / "damage" / "ckpt" / "step-00000004"
-    file = checkpoint / "rank-00001.safetensors"  # only one of the ranks reads it
+    file = here / "out" / "damage" / "ckpt" / "step-00000004" / "rank-00001.safetensors"  # only one of the ranks reads it
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
     before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
     done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
     assert done.returncode == EXIT_CONFIG and done.stderr.count("rank 1: checkpoint file") == 1 and "damaged" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "--resume=never starts afresh" in done.stderr and "Traceback" not in done.stderr
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
-    (checkpoint / "manifest.json").write_text("{")
-    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
-    assert done.returncode == EXIT_CONFIG and "manifest.json is missing or damaged" in done.stderr
-    (checkpoint / ".complete").unlink()  # as if the machine had died before the marker: never from scratch by itself
-    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
-    assert done.returncode == EXIT_CONFIG and "no complete checkpoint" in done.stderr and "--resume=never" in done.stderr
     assert "step 1/8" in run(here, "damage", "--steps=8", "--resume=never", nodes=1, ranks=1).stdout
+
+
+def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error(here):
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY, "--steps=100000"]
+    for limit, code, message in (("--fsize=100000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
+                                  "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
+                                 ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
+        environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 25)}  # 20 are kept for the way out
+        done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and re.search(message, done.stdout) and "Traceback" not in done.stderr, done
+    assert len(list((here / "out" / "end" / "ckpt").iterdir())) == 1
 
 
 def test_two_processes_never_train_one_run(here):
@@ -202,14 +208,6 @@ def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
     assert "resumed with another --lr: 0.003 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
 
 
-def test_a_rank_that_cannot_write_ends_the_run_and_loses_nothing(here, tmp_path):
-    worker("failing_save", 1, 2, tmp_path)
-    for rank in range(2):
-        message = (tmp_path / f"message.{rank}").read_text()
-        assert "not written, rank 1: No space left on device" in message and "older checkpoints are untouched" in message
-    assert [p.name for p in sorted((tmp_path / "ckpt").glob("step-*"))] == ["step-00000001"]
-
-
 def test_every_rank_ends_with_the_same_error_at_once(here):
     start = time.time()
     done = run(here, "bad", "--stepz=3", check=False)
@@ -253,3 +251,104 @@ def test_bad_settings_name_setting_value_and_fix(args, message):
 def test_more_ranks_than_experts_asks_for_replicas():
     with pytest.raises(ConfigError, match=r"--replicas=1: 8 nodes x 4 ranks are more than the 16 experts.*use --replicas=2"):
         train.resolve(train.parse([]), Place(0, 32, 0, 4, torch.device("cpu"), "gloo"))
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Stages, blends, rows per step
+# ------------------------------------------------------------------------------------------------------------------
+
+# Runs on one rank, one after the other, each in a fork of a process that has imported everything; blocks of 4 steps, not 128.
+SHORT_RUNS = """
+import json, os, sys
+import order
+order.BLOCK_STEPS = 4
+import eval, launch, train
+for program, *sys.argv[1:] in json.loads(sys.stdin.read()):
+    if (child := os.fork()) == 0:
+        os.dup2(1, 2)
+        code = launch.run(eval.main if program == "eval" else train.main)
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"exit {code}\\0", flush=True)
+"""
+
+
+def short_runs(here, *runs: list[str]) -> list[str]:
+    """What each printed, with "exit CODE" at the end."""
+    argvs = [[program, *(TINY if program == "train" else []), *args] for program, *args in runs]
+    done = subprocess.run([sys.executable, "-c", SHORT_RUNS], input=json.dumps(argvs), cwd=here, timeout=200, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    outputs = done.stdout.split("\0\n")[:-1]
+    assert len(outputs) == len(runs), done.stdout
+    return outputs
+
+
+def seen(here, name) -> list[tuple]:
+    lines = [json.loads(line) for line in (here / "out" / name / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["stage"], line["row_ids"], line["tokens"], line["loss"], line["lr"]) for line in lines]
+
+
+def test_stages(here):
+    """Declared in advance or appended, the run is the same; a change of what is past, or undeclared, is refused."""
+    lines = (json.dumps({"text": f"{i} more text to read, line {i * i}\n" * 20}) + "\n" for i in range(40))
+    (here / "more.jsonl").write_text("".join(lines))
+    first = {"from_step": 4, "data": "2 texts 1 more.jsonl"}
+    second = {"from_step": 8, "seq_len": 128, "lr": 1e-3, "schedule": "constant"}
+    files = {"none": [], "one": [first], "both": [first, second], "past": [{**first, "data": "1 texts 1 more.jsonl"}, second],
+             "late": [first, second, {"from_step": 12, "lr": 5e-4}], "odd": [{**first, "from_step": 6}]}
+    for name, stages in files.items():
+        (here / f"{name}.json").write_text(json.dumps(stages))
+
+    def args(run, stages, stop):
+        return ["train", f"--run={run}", f"--stages={stages}.json", f"--stop_at={stop}", "--val_every=0", "--rows_per_step=2",
+                "--steps=16"]
+
+    plan = [args("declared", "both", 12), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
+    refused = {"one": "stage 2: checkpoint from_step=8 .*seq_len=128.*, now none", "none": "stage 1: checkpoint",
+               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8"}
+    plan += [args("declared", name, 14) for name in refused]
+    outputs = short_runs(here, *plan, args("declared", "late", 13), ["eval", "loss", "--run=declared", "--rows=2"])
+
+    assert all("exit 0" in out for out in outputs[:4]), outputs[:4]
+    for (name, words), out in zip(refused.items(), outputs[4:8]):
+        assert f"exit {EXIT_CONFIG}" in out and re.search(words, out), (name, out)
+    assert all("exit 0" in out for out in outputs[8:]), outputs[8:]
+    found = seen(here, "declared")
+    assert [stage for _, stage, *_ in found] == [0] * 4 + [1] * 4 + [2] * 4 + [3]
+    assert [tokens for _, _, _, tokens, *_ in found] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 6)]
+    assert [lr for *_, lr in found[8:]] == [1e-3] * 4 + [5e-4] and len({ids for _, _, ids, *_ in found}) == 13
+    assert seen(here, "appended") == found[:12]
+    models = {path.read_bytes() for path in (here / "data").glob("rows-*/tokenizer.model")}
+    assert len(models) == 1, "the later stages have the tokenizer of the first"
+    assert "2,304 tokens seen" in outputs[9]
+
+
+def test_rows_per_step_stay_unless_a_block_ends(here):
+    """A run keeps its rows per step where no others are asked for; it may change them where a block ends, and knows where."""
+    outputs = short_runs(here, *(["train", "--run=rows", "--val_every=0", "--steps=12", *more] for more in (
+        ["--rows_per_step=2", "--stop_at=6"], ["--rows_per_step=4"], ["--stop_at=8"], ["--rows_per_step=4"])))
+    assert all(words in outputs[1] for words in (f"exit {EXIT_CONFIG}", "rows_per_step: checkpoint 2, now 4", "steps 4 or 8"))
+    assert "rows_per_step: 2 -> 4" in outputs[3] and all("exit 0" in outputs[n] for n in (0, 2, 3))
+    assert [line[3] for line in seen(here, "rows")] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 5)]
+    manifest = json.loads((here / "out" / "rows" / "ckpt" / "step-00000012" / "manifest.json").read_text())
+    assert manifest["rows_per_step"] == [[0, 2], [8, 4]] and manifest["row"] == 32
+    hp = train.Hyperparameters()
+    with pytest.raises(ConfigError, match="rows_per_step=4, which 3 ranks cannot share"):
+        train.rows_of_run(hp, hp, manifest, 3)
+    assert train.rows_of_run(hp, hp, manifest, 2).rows_per_rank == 2
+
+
+@pytest.mark.parametrize("stages, words", [
+    ("{", "cannot be read"), ("{}", "must be a list"), ("[4]", "must be an object"),
+    ('[{"from_step": 128}]', "must be an object"), ('[{"from_step": 128, "dat": "x"}]', "dat is not a setting"),
+    ('[{"from_step": "128", "data": "x"}]', "from_step='128' must be a number"),
+    ('[{"from_step": 0, "lr": 1}]', "must be above 0"), ('[{"from_step": 130, "lr": 1}]', "nearest are steps 128 and 256"),
+    ('[{"from_step": 128, "data": "nowhere"}]', "nowhere' does not exist"),
+    ('[{"from_step": 128, "schedule": "up"}]', "schedule=up"),
+    ('[{"from_step": 128, "seq_len": 1}]', "seq_len=1"), ('[{"from_step": 128, "lr": NaN}]', "lr=nan")])
+def test_bad_stages(tmp_path, stages, words):
+    (tmp_path / "s.json").write_text(stages)
+    hp = train.parse([f"--stages={tmp_path}/s.json"])
+    with pytest.raises(ConfigError, match=words):
+        train.declared(train.resolve(hp, Place(0, 1, 0, 1, torch.device("cpu"), "gloo"))[0])
