@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv train test soak bench plan plan-ladder eval sample clean
+.PHONY: help venv extras train test soak bench plan plan-ladder eval sample export clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -18,6 +18,8 @@ help:
 	@echo 'make plan-ladder                        dry run beside published figures'
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
+	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
+	@echo 'make extras                             install what make eval --tasks needs, too (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
@@ -62,6 +64,12 @@ eval: $(STAMP)
 
 sample: $(STAMP)
 	exec $(PY) eval.py sample $(ARGS)
+
+export: $(STAMP)
+	exec $(PY) export.py export $(ARGS)
+
+extras: $(STAMP)
+	exec $(PY) -m pip install --quiet --disable-pip-version-check -r requirements-extra.txt
 
 clean:
 	rm -rf "$(VENV)" .pytest_cache __pycache__ tests/__pycache__

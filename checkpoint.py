@@ -8,6 +8,7 @@
 
     python checkpoint.py list out/debug            what is there
     python checkpoint.py verify out/debug          reads everything back and compares; also a single checkpoint's directory
+    python checkpoint.py export --run=debug        as a Hugging Face directory; import --source=DIR --run=NAME: see export.py
 
 The write, in a thread of each rank, over a process group that training never uses:
 
@@ -100,6 +101,29 @@ def candidates(root: Path) -> list[Path]:
         raise ConfigError(f"--resume=auto: {root} holds {', '.join(rest)}, but no complete checkpoint (.complete is missing); "
                           "--resume=never starts afresh and moves the run aside")
     return found[::-1]
+
+
+def find(run: str, step: int = 0, path: str = "") -> Path:
+    """The checkpoint in out/<run> of this step, or the newest (0); or the one at `path`. Raises ConfigError where there is no
+    such finished checkpoint, and names those that are there."""
+    if path:
+        if step:
+            raise ConfigError(f"--step={step} and --checkpoint={path}: give one of them")
+        if not (Path(path) / ".complete").exists():
+            raise ConfigError(f"--checkpoint={path}: not a complete checkpoint (no .complete in it); name a "
+                              "directory such as out/debug/ckpt/step-00000100")
+        return Path(path)
+    found = complete(Path("out") / run / "ckpt")
+    if not found:
+        others = sorted({p.parent.parent.parent.name for p in Path("out").glob("*/ckpt/step-*/.complete")})
+        there = f"or name a run that has one: {', '.join(others)}" if others else "no run in out/ has one"
+        raise ConfigError(f"--run={run}: no finished checkpoint in out/{run}/ckpt; train it (make train "
+                          f'ARGS="--run={run}"), {there}')
+    wanted = directory(Path("out") / run / "ckpt", step) if step else found[-1]
+    if wanted not in found:
+        steps = ", ".join(str(int(NAME.search(p.name)[1])) for p in found)
+        raise ConfigError(f"--step={step}: run {run} has no finished checkpoint of this step; use one of {steps}")
+    return wanted
 
 
 def remove_unfinished(root: Path):
@@ -806,8 +830,12 @@ def main(argv: list[str]) -> int:
         command = commands.add_parser(name, help=text)
         command.add_argument("places", nargs="+", metavar="DIR", help="a run's directory, or a checkpoint's")
         command.set_defaults(action=action)
-    args = parser.parse_args(argv)
     try:
+        if argv[:1] in (["export"], ["import"]):
+            import export  # which imports this file
+
+            return export.main(argv)
+        args = parser.parse_args(argv)
         return args.action(args.places)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

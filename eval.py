@@ -1,22 +1,29 @@
 """What a checkpoint has learnt: held-out loss beside count-based tables, and text.
 
     make eval   ARGS="--run=debug"              the newest checkpoint of out/debug; python eval.py loss --run=debug
+    make eval   ARGS="--tasks=out/debug/tasks"  also lm-eval, offline, on the task files in a directory, or on tasks by name
     make sample ARGS="--prompt='Return a'"      python eval.py sample --prompt='Return a' --temperature=0.7
+    python eval.py task --run=debug             writes an example: out/debug/tasks, which continuation is the true one
+    python eval.py harness --model=DIR --tasks=DIR_OR_NAMES     lm-eval on any Hugging Face directory
     python launch.py -- eval.py loss            on several ranks; any grid reads any checkpoint
 
 `loss` measures all held-out rows, next to what needs no network: tables of single tokens and of token pairs, counted
 in the very rows that the checkpoint was trained on. Nats per token depend on the tokenizer, bits per byte do not.
-`loss` also appends an object to out/<run>/evals.jsonl. `sample` runs on one rank.
+`loss` also appends an object to out/<run>/evals.jsonl, and to wandb where the run does. Tasks are measured through an
+export (export.py), so what is scored is what others will load. The other commands run on one rank.
 
 The pair table is Jelinek-Mercer interpolation, p(t | c) = a n(c,t) / n(c) + b n(t) / N + g / V, with weights a, b, g
 that depend on n(c) (Jelinek and Mercer 1980). They are set by EM on rows that the counts leave out.
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
+import tempfile
 import time
 import unicodedata
 from dataclasses import dataclass
@@ -32,6 +39,7 @@ from torch import Tensor
 
 import checkpoint
 import data
+import export
 import launch
 import tokenizer
 import train
@@ -55,12 +63,37 @@ class LossSettings(Settings):
     rows: int = 0  # held-out rows that are measured: the first ones; 0: all
     fit_tokens: int = 1 << 25  # the tables count at most so many of the tokens seen (8 bytes each, and again to sort)
     replicas: int = 1  # with many ranks: copies of the sharded model
+    tasks: str = ""  # for lm-eval: a directory of task files, or names with commas; empty: none
+    limit: int = 0  # questions of a task, the first ones; 0: all
+    batch: int = 16  # answers that lm-eval scores at a time
+    wandb: str = "auto"  # auto: as the run did | off
+
+
+@dataclass
+class HarnessSettings:
+    model: str = ""  # a directory with config.json, weights and tokenizer
+    tasks: str = ""  # a directory of task files, or names with commas
+    limit: int = 0  # questions of a task, the first ones; 0: all
+    batch: int = 16  # answers that are scored at a time
+    dtype: str = "auto"  # auto: the directory's | float32 | bfloat16
+    out: str = ""  # a file for the scores, as JSON; empty: print them
+
+
+@dataclass
+class TaskSettings(Settings):
+    out: str = ""  # directory to write; empty: out/<run>/tasks
+    questions: int = 400  # at most; there may be fewer in the held-out documents
+    choices: int = 4  # continuations of a question, one of them true
+    context: int = 64  # tokens of a passage that are shown
+    length: int = 16  # tokens of a continuation
+    seed: int = 0
 
 
 @dataclass
 class SampleSettings(Settings):
     prompt: str = "Return the"  # no space at the end: pieces carry theirs at the front
-    samples: int = 3
+    prompts: str = ""  # a file with one prompt per line, or .jsonl with strings or {"prompt": "..."}; instead of prompt
+    samples: int = 3  # of each prompt
     tokens: int = 200  # at most, per sample; it ends before where the document does
     temperature: float = 0.8  # 0: the likeliest token each time
     greedy: bool = False  # the same as --temperature=0
@@ -80,30 +113,8 @@ class Run(NamedTuple):
     m: Model
 
 
-def find_checkpoint(s: Settings) -> Path:
-    """Raises ConfigError where there is no such finished checkpoint, and names those that are there."""
-    if s.checkpoint:
-        if s.step:
-            raise ConfigError(f"--step={s.step} and --checkpoint={s.checkpoint}: give one of them")
-        if not (Path(s.checkpoint) / ".complete").exists():
-            raise ConfigError(f"--checkpoint={s.checkpoint}: not a complete checkpoint (no .complete in it); name a "
-                              "directory such as out/debug/ckpt/step-00000100")
-        return Path(s.checkpoint)
-    found = checkpoint.complete(Path("out") / s.run / "ckpt")
-    if not found:
-        others = sorted({p.parent.parent.parent.name for p in Path("out").glob("*/ckpt/step-*/.complete")})
-        there = f"or name a run that has one: {', '.join(others)}" if others else "no run in out/ has one"
-        raise ConfigError(f"--run={s.run}: no finished checkpoint in out/{s.run}/ckpt; train it (make train "
-                          f'ARGS="--run={s.run}"), {there}')
-    wanted = checkpoint.directory(Path("out") / s.run / "ckpt", s.step) if s.step else found[-1]
-    if wanted not in found:
-        steps = ", ".join(str(int(checkpoint.NAME.search(p.name)[1])) for p in found)
-        raise ConfigError(f"--step={s.step}: run {s.run} has no finished checkpoint of this step; use one of {steps}")
-    return wanted
-
-
 def open_run(s: Settings, device: torch.device) -> Run:
-    path = find_checkpoint(s)
+    path = checkpoint.find(s.run, s.step, s.checkpoint)
     manifest = checkpoint.read_manifest(path)
     known = {f.name for f in dataclasses.fields(train.Hyperparameters)}
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
@@ -129,17 +140,19 @@ class Seen(NamedTuple):
 def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     """The run's prepared data, rebuilt where they are missing. Raises ConfigError where they are not the run's."""
     hp, manifest = run.hp, run.manifest
-    stages = [train.Stage(**values) for values in manifest["declared"]]
+    imported = manifest["fingerprint"] is None  # and not trained since: any data will do
+    stages = train.declared(hp, []) if imported else [train.Stage(**values) for values in manifest["declared"]]
     if len(stages) == 1:
         stages = [dataclasses.replace(stages[0], data=hp.data)]  # they may have moved
     blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
-    for stage, blend, pinned in zip(stages, blends, manifest["stages"]):
+    for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
         if blend.fingerprint != pinned["fingerprint"]:
             hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
                     if stage.data == "embedded" else "restore those files, or give their place with --data=PATH")
             raise ConfigError(f"--data={stage.data}: not what {run.path} was trained on (fingerprint "
                               f"{blend.fingerprint[:12]}, the checkpoint's is {pinned['fingerprint'][:12]}); {hint}")
-    order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], manifest["rows_per_step"], hp.seed, hp.balance)
+    rows_per_step = [[0, 1]] if imported else manifest["rows_per_step"]
+    order = Order([b.stage(s.from_step) for s, b in zip(stages, blends)], rows_per_step, hp.seed, hp.balance)
     return Seen(blends, order, manifest["step"])
 
 
@@ -299,6 +312,10 @@ def bits_per_byte(nats: float, n_bytes: int) -> float:
 def loss(argv: list[str]) -> int:
     start = time.perf_counter()
     s = train.parse(argv, LossSettings)
+    if s.tasks:
+        check_tasks(s.tasks)
+    if s.wandb not in ("auto", "off"):
+        raise ConfigError(f"--wandb={s.wandb}: unknown; use auto or off")
     where = launch.place()
     run = open_run(s, where.device)
     launch.setup(where)
@@ -313,21 +330,35 @@ def loss(argv: list[str]) -> int:
         result = compare(s, run, seen, mean, keys)
         result |= {"dtype": run.hp.dtype, "ranks": where.world, "seconds": round(time.perf_counter() - start, 1)}
         print_table(result)
-        file = run.path.resolve().parent.parent / "evals.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a") as f:
-            f.write(json.dumps(result) + "\n")
+        if s.tasks:
+            del state  # the tasks' process loads the model again
+            result["tasks"] = through_export(s, run, seen.blend.path)
+            print_scores(result["tasks"])
+        record(result, run, s.wandb)
     return launch.EXIT_OK
+
+
+def record(result: dict, run: Run, wandb: str):
+    """Appends a line to the run's evals.jsonl; the numbers go to wandb, too, if they go there during training."""
+    folder = run.path.resolve().parent.parent
+    with open(folder / "evals.jsonl", "a") as f:
+        f.write(json.dumps(result) + "\n")
+    if wandb == "auto" and run.hp.wandb == "auto":
+        numbers = {f"eval/{kind}/{name}": x for kind in ("nats", "bits_per_byte") for name, x in result[kind].items()}
+        numbers |= {f"eval/{task}/{name}": x for task, scores in result.get("tasks", {}).items() for name, x in scores.items()}
+        to = train.start_wandb(dataclasses.replace(run.hp, run=f"{run.hp.run}-eval"), folder)
+        to.log(numbers, step=result["step"])
+        to.finish()
 
 
 def compare(s: LossSettings, run: Run, seen: Seen, mean: float, keys: np.ndarray) -> dict:
     """The model's mean loss beside the tables', as an object for evals.jsonl. keys: the held-out pairs."""
     blend, n_held_out = seen.blend, len(seen.blend.held_out)
     rows, fit_tokens = seen_rows(seen, s.fit_tokens)
-    tables = fit_tables(*seen_pairs(seen, rows), blend.vocab)
+    tables = fit_tables(*seen_pairs(seen, rows), blend.vocab) if rows else {}  # an imported model has seen nothing here yet
     n_bytes = int(tokenizer.token_bytes(tokenizer.load_tokenizer(blend.path))[keys % blend.vocab].sum())
     nats = {"model": mean}
-    for name in ("bigram", "unigram"):
+    for name in reversed(tables):
         nats[name] = float(-np.log(probability(tables[name], keys)).sum() / max(len(keys), 1))
     nats["chance"] = math.log(blend.vocab)
     return {
@@ -426,11 +457,38 @@ def check_sample(s: SampleSettings) -> SampleSettings:
         raise ConfigError(f"--top_p={s.top_p}: must be above 0 and at most 1; 1 draws from all tokens")
     if not s.prompt:
         raise ConfigError("--prompt=: empty; give the first words of a text, e.g. --prompt='Return the'")
-    if any("\ud800" <= c <= "\udfff" for c in s.prompt):
-        raise ConfigError(f"--prompt={ascii(s.prompt)}: not valid UTF-8; write it in UTF-8")
+    for prompt in read_prompts(s):
+        if any("\ud800" <= c <= "\udfff" for c in prompt):
+            raise ConfigError(f"--prompt={ascii(prompt)}: not valid UTF-8; write it in UTF-8")
     if s.greedy or s.temperature == 0:  # the others would be the same
         s = dataclasses.replace(s, temperature=0.0, samples=1)
     return s
+
+
+def read_prompts(s: SampleSettings) -> list[str]:
+    """The prompts of a file, or the one. Raises ConfigError for a file that cannot be read or has none."""
+    if not s.prompts:
+        return [s.prompt]
+    try:
+        lines = Path(s.prompts).read_bytes().decode().splitlines() if s.prompts.endswith(".jsonl") else \
+            Path(s.prompts).read_bytes().decode().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts={s.prompts}: cannot be read ({error}); give a UTF-8 file with a prompt per line") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        prompt = line.removesuffix("\r")
+        if s.prompts.endswith(".jsonl") and prompt.strip():
+            try:
+                prompt = json.loads(prompt)
+            except ValueError as error:
+                raise ConfigError(f"--prompts={s.prompts}: line {number} is not JSON ({error})") from None
+            prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+            if not isinstance(prompt, str) or not prompt:
+                raise ConfigError(f'--prompts={s.prompts}: line {number} is neither a string nor {{"prompt": "..."}}')
+        found += [prompt] if prompt.strip() else []
+    if not found:
+        raise ConfigError(f"--prompts={s.prompts}: holds no prompt; write one per line")
+    return found
 
 
 def sample(argv: list[str]) -> int:
@@ -445,18 +503,19 @@ def sample(argv: list[str]) -> int:
     tok = tokenizer.load_tokenizer(open_data(run, grid, where.device).blend.path)
     weights = whole_weights(load_state(run, grid, where.device), grid, run.m, as_trained(run))
     sys.stdout.reconfigure(encoding="utf-8")  # whatever the locale says
-    prompt = tokenizer.encode(tok, [s.prompt])[0]
-    note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
-    print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
-          + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))
-    for i in range(s.samples):
-        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([s.seed, i])))  # so --samples changes none
-        ids = continuation(prompt, s, weights, run.m, tok, rng, where.device)
-        ended = "cut" if len(ids) == s.tokens else "ended by itself"
-        # decoded at once, since a character may be several byte pieces, and with the prompt, since it may end in one
-        text = tok.decode(prompt + ids)[len(tok.decode(prompt)):]
-        print(f"\n--- sample {i + 1} of {s.samples}: {len(ids)} tokens, {ended}")
-        print(f"[[{printable(s.prompt)}]]{printable(text)}", flush=True)
+    for text in read_prompts(s):
+        prompt = tokenizer.encode(tok, [text])[0]
+        note = f", of which the last {run.m.seq_len} are read" if len(prompt) > run.m.seq_len else ""
+        print(f"{run.path}; prompt in [[ ]], {len(prompt)} tokens{note}; "
+              + (f"temperature {s.temperature}, top-p {s.top_p}, seed {s.seed}" if s.temperature else "greedy"))
+        for i in range(s.samples):
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([s.seed, i])))  # so neither other prompts nor
+            ids = continuation(prompt, s, weights, run.m, tok, rng, where.device)            # --samples change any
+            ended = "cut" if len(ids) == s.tokens else "ended by itself"
+            # decoded at once, since a character may be several byte pieces, and with the prompt, since it may end in one
+            more = tok.decode(prompt + ids)[len(tok.decode(prompt)):]
+            print(f"\n--- sample {i + 1} of {s.samples}: {len(ids)} tokens, {ended}")
+            print(f"[[{printable(text)}]]{printable(more)}", flush=True)
     return launch.EXIT_OK
 
 
@@ -465,13 +524,172 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
-COMMANDS = {"loss": loss, "sample": sample}
+# ------------------------------------------------------------------------------------------------------------------
+# Tasks: lm-eval on an export
+# ------------------------------------------------------------------------------------------------------------------
+
+EXTRAS = ("transformers", "lm_eval", "accelerate")  # packages that tasks need
+
+
+def check_tasks(tasks: str):
+    """Raises ConfigError where tasks cannot be measured here, before anything has been computed."""
+    if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"--tasks={tasks}: needs {', '.join(missing)}, which is not installed; python -m pip install -r "
+                          "requirements-extra.txt")
+    if ("/" in tasks or Path(tasks).is_dir()) and not any(Path(tasks).rglob("*.y*ml")):
+        raise ConfigError(f"--tasks={tasks}: no directory with task files (.yaml) in it; make the example with "
+                          "`python eval.py task --run=NAME`, or give names of lm-eval's own tasks")
+
+
+def through_export(s: LossSettings, run: Run, prepared: Path) -> dict[str, dict[str, float]]:
+    """Scores of a checkpoint, by task and metric: from another process, for which it is exported beside the run and removed
+    afterwards. prepared: the directory of the data, for their tokenizer."""
+    with tempfile.TemporaryDirectory(prefix=".tasks-", dir=run.path.resolve().parent.parent) as tmp:
+        model, out = Path(tmp) / "model", Path(tmp) / "scores.json"
+        pieces = (prepared / "tokenizer.model").read_bytes()
+        export.export_checkpoint(run.path, model, pieces, run.hp.dtype, setting=f"--tasks={s.tasks}")
+        argv = [f"--model={model}", f"--tasks={s.tasks}", f"--limit={s.limit}", f"--batch={s.batch}", f"--out={out}"]
+        done = subprocess.run([sys.executable, __file__, "harness", *argv], env=launch.without_ranks(), stdout=sys.stderr)
+        if done.returncode:
+            raise ConfigError(f"--tasks={s.tasks}: lm-eval ended with code {done.returncode}, its reason is above")
+        return json.loads(out.read_text())
+
+
+def harness(argv: list[str]) -> int:
+    s = train.parse(argv, HarnessSettings)
+    if not (Path(s.model) / "config.json").is_file() or not s.tasks:
+        raise ConfigError(f"--model={s.model} --tasks={s.tasks}: give a directory with a config.json, such as export.py writes, "
+                          "and tasks")
+    check_tasks(s.tasks)
+    model, out, folder = Path(s.model).resolve(), Path(s.out).resolve(), Path(s.tasks).resolve()
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        os.environ.setdefault(name, "1")  # read by their imports; set them to 0 to fetch data sets
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    if folder.is_dir():
+        os.chdir(folder)  # so that data files can be named relative to the task files
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        names = manager.all_subtasks
+    else:
+        manager, names = TaskManager(), s.tasks.split(",")
+        if unknown := [name for name in names if name not in manager.all_tasks]:
+            raise ConfigError(f"--tasks={s.tasks}: lm-eval knows no {', '.join(unknown)}; `lm-eval ls tasks` lists what it knows")
+    own = model / export.OWN_CODE.name  # only code that is ours is run
+    trusted = own.is_file() and own.read_bytes() == export.OWN_CODE.read_bytes()
+    results = simple_evaluate(
+        model="hf", model_args={"pretrained": str(model), "dtype": s.dtype, "trust_remote_code": trusted}, tasks=names,
+        task_manager=manager, limit=s.limit or None, batch_size=s.batch, device=str(launch.place().device),
+        log_samples=False)["results"]
+    scores = {task: {metric.removesuffix(",none"): value for metric, value in found.items() if isinstance(value, float)}
+              for task, found in results.items()}
+    if s.out:
+        out.write_text(json.dumps(scores))
+    else:
+        print_scores(scores)
+    return launch.EXIT_OK
+
+
+def print_scores(scores: dict[str, dict[str, float]]):
+    width = max(map(len, scores), default=0)
+    print(f"\n{'':{width}}  {'metric':12}{'score':>10}{'+-':>10}")
+    for task, found in scores.items():
+        for metric in (name for name in found if not name.endswith("_stderr")):
+            print(f"{task:{width}}  {metric:12}{found[metric]:10.4f}{found.get(metric + '_stderr', math.nan):10.4f}")
+    sys.stdout.flush()
+
+
+TASK = """\
+# Which continuation of a held-out passage is the true one? The others come from elsewhere in the held-out documents, most
+# from other ones; chance is 1/{choices}.
+# Written by `eval.py task`. Run it with `eval.py loss --tasks=` this directory, or with lm-eval from inside it.
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {name}.jsonl
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+
+
+def task(argv: list[str]) -> int:
+    s = train.parse(argv, TaskSettings)
+    for name, least in {"questions": 1, "choices": 2, "context": 1, "length": 1}.items():
+        if getattr(s, name) < least:
+            raise ConfigError(f"--{name}={getattr(s, name)}: must be at least {least}")
+    run = open_run(s, torch.device("cpu"))
+    blend = open_data(run, make_grid(0, 1, 1, 1, run.m, connect=False), torch.device("cpu")).blend
+    found = passages(blend.held_out, tokenizer.load_tokenizer(blend.path), s.context, s.length)
+    rng = np.random.Generator(np.random.PCG64(s.seed))
+    lines = [json.dumps(q) for q in questions(found, s.questions, s.choices, rng)]
+    if not lines:
+        raise ConfigError(f"--context={s.context} --length={s.length}: the held-out rows have fewer than {s.choices} pieces of "
+                          "documents with so many tokens; lower them")
+    out, name = Path(s.out) if s.out else run.path.resolve().parent.parent / "tasks", "continuation"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (out / f"{name}.yaml").write_text(TASK.format(name=name, choices=s.choices))
+    print(f"{out}: {len(lines)} questions with {s.choices} choices from {len({p.piece for p in found})} pieces of held-out "
+          f"documents; measure them with make eval ARGS='--run={s.run} --tasks={out}'")
+    return launch.EXIT_OK
+
+
+class Passage(NamedTuple):
+    piece: int  # of a document: what of it lies in a row
+    context: str
+    continuation: str
+
+
+def passages(rows: data.HeldOut, tok, context: int, length: int) -> list[Passage]:
+    """Of all rows: so many tokens, and then so many, the second part beginning with a word."""
+    found, piece = [], -1
+    begins = np.array([tok.id_to_piece(i).startswith(tokenizer.SPACE) and
+                       tok.id_to_piece(i).lstrip(tokenizer.SPACE)[:1].isalpha() for i in range(tok.vocab_size())])
+    for r in range(len(rows)):
+        row = rows[r]
+        for piece, (first, end) in enumerate(zip(row.bounds, row.bounds[1:]), piece + 1):
+            ids, at = row.tokens_S[first:end], context
+            while at + length < len(ids):  # the last token ends the document
+                if begins[ids[at]] and not tok.decode(ids[at - 1 : at].tolist()).isspace():
+                    shown, next_ids = ids[at - context : at].tolist(), ids[at : at + length].tolist()
+                    found.append(Passage(piece, tok.decode(shown), tok.decode(next_ids)))
+                    at += context
+                at += 1
+    return [p for p in found if "\ufffd" not in p.context + p.continuation]
+
+
+def questions(found: list[Passage], limit: int, choices: int, rng: np.random.Generator) -> list[dict]:
+    """{"context", "choices", "answer"}: the wrong continuations are those of other pieces, each piece at most once."""
+    asked = []
+    for i in rng.permutation(len(found))[:limit].tolist():
+        others = {found[j].piece: found[j].continuation for j in rng.permutation(len(found)).tolist()}
+        wrong = [text for piece, text in others.items() if piece != found[i].piece and text != found[i].continuation]
+        if len(wrong) < choices - 1:
+            continue
+        answer = int(rng.integers(choices))
+        asked.append({"context": found[i].context, "answer": answer,
+                      "choices": wrong[: answer] + [found[i].continuation] + wrong[answer : choices - 1]})
+    return asked
+
+
+COMMANDS = {"loss": loss, "sample": sample, "task": task, "harness": harness}
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         given = repr(argv[0]) if argv else "no command"
-        raise ConfigError(f"{given}: write `eval.py loss` or `eval.py sample`, then settings as --name=value")
+        raise ConfigError(f"{given}: write `eval.py loss`, `sample`, `task` or `harness`, then settings as --name=value")
     return COMMANDS[argv[0]](argv[1:])
 
 

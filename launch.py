@@ -199,6 +199,26 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_mmap_threshold, 2**30)
 
 
+RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+             "MASTER_PORT")
+
+
+def without_ranks() -> dict[str, str]:
+    """This environment for a process that is no rank: it has nobody to meet."""
+    return {name: value for name, value in os.environ.items() if name not in (*RANK_VARS, DEVICE_VAR, MESSAGES_VAR)}
+
+
+def background(argv: list[str], output: str) -> subprocess.Popen:
+    """Starts a command beside the run: one thread, the lowest priority, no accelerator; what it prints goes to the end of a file.
+
+    It keeps the run's mark, so that it ends when the launcher does."""
+    env = without_ranks() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "none"}
+    with open(output, "a") as f:
+        process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT)
+    os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+    return process
+
+
 def run(main) -> int:
     """Exit code of main(argv), where None counts as 0. A ConfigError becomes one line on stderr and EXIT_CONFIG.
 

@@ -56,7 +56,7 @@ def train_tokenizer(lines, vocab: int) -> bytes:
     return model.getvalue()
 
 
-def _wire(message: bytes):
+def wire(message: bytes):
     """Yields (field number, raw value) of a protobuf message: enough to look into a .model without protobuf."""
     at = 0
 
@@ -85,9 +85,9 @@ def tokenizer_hash(model: bytes) -> str:
     the model type (3), the side spaces attach to (24) and byte fallback (35). Not over the bytes:
     they hold paths and the trainer's thread count."""
     h = hashlib.sha256()
-    for field, value in _wire(model):
+    for field, value in wire(model):
         if field == 2:
-            parts = [part for inner, part in _wire(value) if inner in (3, 24, 35)]
+            parts = [part for inner, part in wire(value) if inner in (3, 24, 35)]
         else:
             parts = [value] if field in (1, 3, 5) else []
         for part in parts:
@@ -144,13 +144,13 @@ def space_ids(tok) -> list[int]:
 # Encoding fast
 # ---------------------------------------------------------------------------------------------------------------------
 
-def _settings(model: bytes) -> dict:
-    """What decides whether a text may be cut: model type, byte fallback, normaliser; (text, type) of every piece."""
+def model_settings(model: bytes) -> dict:
+    """What decides how a model encodes: its type, byte fallback, normaliser; (text, type) of every piece."""
     found = {"type": 1, "byte_fallback": False, "as_suffix": False, "charsmap": b"", "dummy_prefix": True,
              "squeeze": True, "escape": True, "pieces": []}                  # the defaults of the format
     number = lambda raw: int.from_bytes(raw, "little")                       # noqa: E731
-    for field, value in _wire(model):
-        inner = dict(_wire(value)) if field in (1, 2, 3) else {}
+    for field, value in wire(model):
+        inner = dict(wire(value)) if field in (1, 2, 3) else {}
         if field == 1:
             found["pieces"].append((inner.get(1, b""), number(inner.get(3, b"\1"))))
         elif field == 2:
@@ -170,7 +170,7 @@ def chunk_pattern(model: bytes) -> tuple[re.Pattern | None, str]:
     the text before a border of x and y and the text after it are encoded as if the other were not there. Bytes are sorted
     into classes (letters and everything beyond ASCII, digits, line ends, the rest); two classes that meet inside a piece
     become one. A chunk is the spaces before a run of one class, and that run."""
-    s = _settings(model)
+    s = model_settings(model)
     for bad, reason in ((s["type"] != BPE, "it is not a BPE model (a unigram model's sums are rounded from the text's start)"),
                         (not s["byte_fallback"], "it has no byte fallback (unknown letters side by side become one token)"),
                         (s["charsmap"] or s["squeeze"] or not s["escape"], "its normaliser changes the text"),
@@ -292,7 +292,7 @@ class Encoder:
         except ImportError:
             raise ConfigError("--encoder=gigatoken needs the package gigatoken (pip install gigatoken==0.10.0). "
                               "Install it, or use --encoder=auto.") from None
-        pieces = _settings(model)["pieces"]
+        pieces = model_settings(model)["pieces"]
         try:
             settings = json.loads(sentencepiece_to_tokenizer_json(model))
         except ValueError as error:

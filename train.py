@@ -36,8 +36,8 @@ import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, key_cost
-from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_report, label, make_inputs, offloaded_layers, peak_memory,
-                     record_hosts, resident)
+from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
+                     offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       start_refresh, together)
@@ -96,6 +96,7 @@ class Hyperparameters:
     ckpt_keep: int = 2  # newest checkpoints that stay; 0: all. An old one goes once a newer one has been read back
     ckpt_keep_every: int = 0  # checkpoints of steps that this divides stay, too; 0: none
     ckpt_writers: int = 0  # ranks that write to the file system at the same time; 0: all
+    eval_ckpt: bool = False  # eval.py loss on finished checkpoints, in the background, on a CPU; a slow one leaves some out
     walltime: float = 0.0  # minutes that the job may run: stop before, with a checkpoint; 0: as long as Slurm says, if it does
     wandb: str = "auto"  # auto: online if logged in, else offline | off
     # the model, where it should differ from the size; 0: the size's
@@ -110,6 +111,7 @@ class Hyperparameters:
     expert_width: int = 0
     vocab: int = 0
     rope_every: int = 0  # RoPE on every n-th layer
+    rope_theta: float = 0.0  # base of its wavelengths
     shared_experts: int = 0  # 1: an expert that every token passes
     max_per_group: int = 0  # experts of a group that a token may use; top_k / groups makes the load even
     router: str = ""  # softmax | sigmoid; empty: the size's
@@ -118,7 +120,7 @@ class Hyperparameters:
 # A resumed run must agree with its checkpoint in these, or it would be another run; the model is compared as well.
 FIXED = ("seed", "optimizer", "balance")
 MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "top_k", "groups", "expert_width",
-                "vocab", "rope_every", "shared_experts", "max_per_group", "router", "seq_len")
+                "vocab", "rope_every", "rope_theta", "shared_experts", "max_per_group", "router", "seq_len")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -446,11 +448,13 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, pinned: list[dict
 
     pinned: what `pin` says of the stages. Those of the checkpoint must come first, and what is new lies ahead."""
     was, step = found["settings"], found["step"]
-    pairs = {name: (was.get(name, getattr(Hyperparameters, name)), getattr(hp, name)) for name in FIXED}
+    imported = found["fingerprint"] is None  # and not trained since: its first start sets what an import does not know
+    known = [name for name in FIXED if name in was or not imported]
+    pairs = {name: (was.get(name, getattr(Hyperparameters, name)), getattr(hp, name)) for name in known}
     defaults = {f.name: f.default for f in dataclasses.fields(Model)}  # of what older checkpoints did not have yet
     pairs |= {name: (found["model"].get(name, defaults[name]), value) for name, value in asdict(m).items()}
     stages = found.get("stages", [{"fingerprint": found["fingerprint"]}])
-    if stages[0]["fingerprint"] != pinned[0]["fingerprint"]:
+    if not imported and stages[0]["fingerprint"] != pinned[0]["fingerprint"]:
         pairs |= {name: (was.get(name), getattr(hp, name)) for name in ("data", "tokenizer", "packing")}
         pairs["fingerprint of the data"] = (stages[0]["fingerprint"][:12], pinned[0]["fingerprint"][:12])
     for n in range(1, max(len(stages), len(pinned))):
@@ -470,8 +474,8 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, pinned: list[dict
         raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}{hint}); set it as it was, "
                           f"or start another run with --run=NAME (this one: --run={hp.run})")
     for name, value in asdict(hp).items():
-        if was.get(name) != value and name not in ("resume", "stop_at"):
-            log(f"resumed with another --{name}: {was.get(name)} -> {value}")
+        if name in was and was[name] != value and name not in ("resume", "stop_at"):
+            log(f"resumed with another --{name}: {was[name]} -> {value}")
 
 
 def describe_stage(stage: dict) -> str:
@@ -483,12 +487,16 @@ def describe_stage(stage: dict) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+EVALUATION_S = 600  # how long a finished run waits for its last evaluation (eval_ckpt)
+
+
 class Output:
     """Rank 0's files in out/<run>/ and the console; on other ranks every method does nothing."""
 
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+        self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
         self.asked = 0  # step after which someone wants a checkpoint
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
 
@@ -528,6 +536,7 @@ class Output:
                  f"git {git_state()}", console=False)
         self.log_file.writelines(self.early)
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
+        self.evaluation_bytes = 8 * total  # one process holds masters and weights
         if hp.wandb == "auto":
             self.wandb = start_wandb(hp, self.path)
 
@@ -561,7 +570,7 @@ class Output:
         return True
 
     def saved(self, outcome: checkpoint.Outcome | None) -> dict:
-        """Logs how a save ended, if one did; returns its metrics."""
+        """Logs how a save ended, if one did, and has what it wrote evaluated; returns its metrics."""
         if outcome is None:
             return {}
         if outcome.error:
@@ -573,6 +582,7 @@ class Output:
         if outcome.warning:
             self.log(f"WARNING: {outcome.warning}")
         self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
+        self.evaluate(outcome.path)
         return {"ckpt_step": outcome.step, "ckpt_write_s": outcome.seconds, "ckpt_bytes": outcome.bytes}
 
     def recovered(self) -> dict:
@@ -588,6 +598,37 @@ class Output:
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
+
+    def evaluate(self, path: Path):
+        """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
+        if not self.active or not self.hp.eval_ckpt:
+            return
+        if self.evaluation_bytes > host_memory()[0] / 4:
+            self.log(f"--eval_ckpt=True: not done, one process would need {self.evaluation_bytes / GIB:.1f} GiB beside the "
+                     "training; use eval.py on several ranks")
+            return
+        self.unevaluated = path
+        self.start_evaluation()
+
+    def start_evaluation(self):
+        if self.unevaluated and (self.evaluation is None or self.evaluation.poll() is not None):
+            argv = [Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
+            self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
+
+    def finish_evaluation(self, wait_s: float):
+        """Waits so long for the last checkpoint's evaluation; then it is ended."""
+        until = time.monotonic() + wait_s
+        while self.evaluation:
+            try:
+                code = self.evaluation.wait(max(0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.evaluation.kill()
+                code = self.evaluation.wait()
+            if code:
+                self.log(f"warning: an evaluation ended with code {code}; {self.path / 'eval.log'} says more")
+            self.evaluation = None
+            if time.monotonic() < until:
+                self.start_evaluation()
 
     def close(self):
         if self.wandb:
@@ -680,9 +721,9 @@ def pin(stages: list[Stage], blends: list[data.Blend], said: list[dict]) -> list
 
 def rows_of_run(hp: Hyperparameters, asked: Hyperparameters, found: dict, world: int) -> Hyperparameters:
     """A resumed run keeps its rows per step where no other number was asked for. Raises ConfigError if they cannot be shared."""
-    if not found or asked.rows_per_step or asked.rows_per_rank:
+    rows = found and found["settings"].get("rows_per_step")  # an imported one has none
+    if not rows or asked.rows_per_step or asked.rows_per_rank:
         return hp
-    rows = found["settings"]["rows_per_step"]
     if rows % world:
         raise ConfigError(f"the run has rows_per_step={rows}, which {world} ranks cannot share evenly; start with a number of "
                           f"ranks that divides it, or, at the end of a block of {BLOCK_STEPS} steps, set another --rows_per_step")
@@ -825,8 +866,10 @@ def main(argv: list[str]) -> int:
         stopped = train(run, state, step, last, launch.StopRequest())
     except checkpoint.NotSaved as error:
         out.log(f"error: {error}")
+        out.finish_evaluation(0)
         return launch.EXIT_NOT_SAVED
     out.log(ledger(), console=False)
+    out.finish_evaluation(0 if stopped else EVALUATION_S)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 

@@ -358,8 +358,8 @@ def test_tokenizer_settings(tok):
 
 def test_tokenizer_hash(tok):
     model = tok.serialized_model_proto()
-    assert [v for f, v in tokenizer._wire(model) if f == 1][1][2:6] == b"</s>"
-    assert len([1 for f, _ in tokenizer._wire(model) if f == 1]) == VOCAB
+    assert [v for f, v in tokenizer.wire(model) if f == 1][1][2:6] == b"</s>"
+    assert len([1 for f, _ in tokenizer.wire(model) if f == 1]) == VOCAB
     assert tokenizer.tokenizer_hash(model) == tokenizer.tokenizer_hash(model)
     # trainer settings at the end of the message (here: input file, field 1) change the bytes, not the hash
     assert tokenizer.tokenizer_hash(model + b"\x12\x05\x0a\x03a/b") == tokenizer.tokenizer_hash(model)

@@ -350,7 +350,8 @@ def texts(output: str) -> list[str]:
 SAMPLES = (("--seed=0", "--samples=2"), ("--seed=0", "--samples=1"), ("--seed=1", "--samples=1"),
            ("--greedy=True",), ("--temperature=0", "--seed=7"),
            ("--prompt=" + "the value of a list " * 40, "--samples=1"),
-           ("--prompt=caf\u00e9 \u4e2d", "--samples=1", "--temperature=5", "--top_p=1"))
+           ("--prompt=caf\u00e9 \u4e2d", "--samples=1", "--temperature=5", "--top_p=1"),
+           ("--prompts=prompts.txt", "--seed=0", "--samples=2"), ("--prompts=prompts.jsonl", "--samples=1"))
 
 
 def test_samples_of_a_trained_run(trained):
@@ -361,14 +362,18 @@ def test_samples_of_a_trained_run(trained):
               "for argv in json.loads(sys.argv[1]):\n"
               "    eval.sample(argv)\n    print('=====')\n    dist.destroy_process_group()\n")
     calls = [["--run=x", "--tokens=20", *more] for more in SAMPLES]
+    (trained / "prompts.txt").write_text("the value\n\nReturn the\r\n")
+    (trained / "prompts.jsonl").write_text('"two\\nlines"\n\n{"prompt": "caf\\u00e9", "id": 7}\n')
     out = start(trained, "-c", script, json.dumps(calls)).stdout.decode()  # decode: valid UTF-8 in a C locale too
-    two, one, other, greedy, cold, long, foreign = out.split("=====\n")[:-1]
+    two, one, other, greedy, cold, long, foreign, listed, lines = out.split("=====\n")[:-1]
     assert texts(two) == texts(shown) and len(texts(two)) == 2 and texts(two)[0] != texts(two)[1]
     assert texts(one) == texts(two)[:1]
     assert texts(other) != texts(one)
     assert texts(greedy) == texts(cold) and len(texts(greedy)) == 1
     assert "of which the last 64 are read" in long
     assert "[[caf\u00e9 \u4e2d]]" in foreign
+    assert listed.count("[[the value]]") == 2 and texts(listed)[2:] == texts(two)  # one prompt does not change another
+    assert "[[two\nlines]]" in lines and "[[caf\u00e9]]" in lines and len(texts(lines)) == 2
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -384,6 +389,10 @@ def test_samples_of_a_trained_run(trained):
     (["loss", "--prompt=a"], "--prompt=a: no such setting"),
     (["sample", "--run=x", "--prompt="], "--prompt=: empty"),
     (["sample", "--run=x", "--prompt=\udcff"], "not valid UTF-8"),
+    (["sample", "--run=x", "--prompts=gone.txt"], "--prompts=gone.txt: cannot be read"),
+    (["sample", "--run=x", "--prompts=text/docs.jsonl"], "--prompts=text/docs.jsonl: line 1 is neither"),
+    (["sample", "--run=x", "--prompts=empty.txt"], "--prompts=empty.txt: holds no prompt"),
+    (["sample", "--run=x", "--prompts=empty.jsonl"], "--prompts=empty.jsonl: line 2 is not JSON"),
     (["sample", "--run=x", "--temperature=-1"], "--temperature=-1: must be"),
     (["sample", "--run=x", "--tokens=0"], "--tokens=0: must be at least 1"),
     (["sample", "--run=x", "--samples=0"], "--samples=0: must be at least 1"),
@@ -392,6 +401,8 @@ def test_samples_of_a_trained_run(trained):
 ])
 def test_bad_input_is_refused(trained, monkeypatch, argv, said):
     monkeypatch.chdir(trained)
+    Path("empty.txt").write_text("\n \n")
+    Path("empty.jsonl").write_text("\n{half\n")
     with pytest.raises(ConfigError) as error:
         ev.main(argv)
     assert re.search(said, str(error.value)) and "\n" not in str(error.value)
