@@ -44,7 +44,7 @@ import numpy as np
 
 from corpus import SUFFIXES, check_numbers, check_source, describe, tokenize, tokenizer_of_texts
 from errors import ConfigError
-from order import (BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
+from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
                    shuffled, split_tree)
 from shards import FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, sync, token_dtype, verify_shards
 from tokenizer import KINDS, load_model, load_tokenizer
@@ -714,7 +714,7 @@ def bench(rows: int = 10**8, rows_per_step: int = 49_152 // BLOCK_STEPS) -> None
     sizes = [7 * rows // 10, rows - 7 * rows // 10]
     keys = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
     stage_ = Stage(0, [Source(f"{n:016x}", key_R) for n, key_R in enumerate(keys)], [7, 3], 65_536)
-    order = Order([stage_], [(0, rows_per_step)], 0)
+    order = Order([stage_], [(0, rows_per_step)], 0, "sorted")
     start, steps = time.process_time(), rows // rows_per_step
     for step in range(0, steps, BLOCK_STEPS):
         order.rows(step)
@@ -761,10 +761,10 @@ def verify(path: str, vocab: int = 0, tokenizer: str = "") -> str:
     return "all files as written"
 
 
-def show_blend(path: str, rows_per_step: int, seed: int) -> None:
+def show_blend(path: str, rows_per_step: int, seed: int, balance: str) -> None:
     """Print the weights, the rows of the first steps, and the shares of the corpora in the first blocks."""
     blend_ = Blend(path)
-    total, order = sum(blend_.weights), Order([blend_.stage(0)], [(0, rows_per_step)], seed)
+    total, order = sum(blend_.weights), Order([blend_.stage(0)], [(0, rows_per_step)], seed, balance)
     for n, (rows, weight, source) in enumerate(zip(blend_.corpora, blend_.weights, blend_.sources)):
         epoch = len(rows) * total / weight
         print(f"corpus {n}: weight {weight} of {total}, {len(rows):,} rows, all seen after {epoch:,.0f} rows of the run; "
@@ -830,6 +830,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             p.add_argument("--seq_len", type=int, default=65_536, help="with --synthetic")
             p.add_argument("--packing", choices=PACKINGS, default=PACKINGS[0], help="with --synthetic")
     p = command("blend", "print the rows of the first steps, and shares of the corpora", "rows_per_step", "seed")
+    p.add_argument("--balance", choices=BALANCE, default="auto", help="the run's")
     p.add_argument("dir", help="a blend-* directory")
     p = command("show", "print one row, decoded")
     p.add_argument("dir")
@@ -877,7 +878,7 @@ def main(argv: list[str] | None = None) -> None:
     elif args.command in ("balance", "stats"):
         report(args)
     elif args.command == "blend":
-        show_blend(args.dir, args.rows_per_step or 4, args.seed)
+        show_blend(args.dir, args.rows_per_step or 4, args.seed, args.balance)
     elif args.command == "show":
         show(args.dir, args.split, args.row)
     else:
