@@ -467,18 +467,17 @@ def _encode_unit(task: dict, tell) -> None:
     finished = _parts(folder, task["unit"])
     if finished and finished[-1]["last"]:
         return
-    counts, records = Counter(), finished[-1]["records"] if finished else 0
+    counts, n = Counter(), 0
     part = Part(folder, task, len(finished), encoder)
     try:
-        for n, raw, _, held in _documents(task, task["rule"], counts, skip=records):
-            if sum(part.bytes.values()) + part.batch_bytes >= task["part_bytes"] and n > records:
-                part.commit(records=records, last=False, cleaning=dict(counts), domain=task["domain"])
-                part = Part(folder, task, part.number + 1, encoder)
-                counts.clear()
-            records = n
+        for n, raw, _, held in _documents(task, task["rule"], counts, skip=finished[-1]["records"] if finished else 0):
             if part.add(raw, "val" if held else "train"):
                 tell(sum(part.bytes.values()))
-        part.commit(records=records, last=True, cleaning=dict(counts), domain=task["domain"])
+            if sum(part.bytes.values()) + part.batch_bytes >= task["part_bytes"] and task["rule"]["kind"] != "split":
+                part.commit(records=n, last=False, cleaning=dict(counts), domain=task["domain"])
+                part = Part(folder, task, part.number + 1, encoder)
+                counts.clear()
+        part.commit(records=n, last=True, cleaning=dict(counts), domain=task["domain"])
     except BaseException:
         part.discard()
         raise
@@ -959,6 +958,7 @@ def _build(folder: Path, source: dict, units: list[dict], part_bytes: int, vocab
     if kept := len(units) - len(tasks):
         log(f"data: {kept} of {len(units)} parts were finished before")
     _run(pool, "encoded", tasks, log, sum(u["bytes"] for u in units) - sum(t["bytes"] for t in tasks))
+    _encoder.cache_clear()                                   # its memory, where it worked in this process
     done, seconds = _finish(folder, units), time.perf_counter() - start
     for note in done.pop("notes"):
         log(f"data: {note}")

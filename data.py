@@ -1,7 +1,9 @@
 """Token shards in, packed rows out: what the trainer reads, and how it came to be.
 
     python data.py prepare --data="7 notes.jsonl 3 books.txt" --vocab=4096 --seq_len=512    # prints the directory
+    python data.py tokenize --data=texts/ --vocab=32768 --out=sets/texts                    # only the tokens, by all cores
     python data.py show data/rows-0123456789abcdef --row=3                                  # one row, segment by segment
+    python data.py verify /sets/foreign_text_document --tokenizer=their.model               # every byte; of ours, too
     python data.py --help                                                                   # all commands
 
 --data is a text file or a directory of them, "embedded", token shards (a tokens-* directory, or a data set in Megatron's
@@ -9,7 +11,10 @@ format: a prefix or a directory of pairs), or several of these, each after its w
 directory under --cache whose name is a hash of all that determines its content, so a changed input is another directory, and
 a finished one is never touched again:
 
-    tokens-*             tokens of each document, in shards, and their tokenizer: corpus.py, shards.py
+    corpus-*             the embedded corpus only: prose.jsonl and code.jsonl
+    tokens-*             documents: cleaned, counted, 1% of them, chosen by content hash, held out for validation; a SentencePiece
+                         tokenizer (given, or trained on training documents only); token shards in Megatron's format (shards.py)
+    tokenizer-*          of a blend of texts: trained on all in proportion
     rows-*               one corpus, its documents packed into rows of seq_len tokens      <- the trainer reads these
     blend-*              several rows-*, and their weights
 

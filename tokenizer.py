@@ -5,8 +5,10 @@ chunks whose borders no merge can cross, or by the gigatoken package where it is
 """
 import hashlib
 import io
+import itertools
+import json
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -124,14 +126,18 @@ def encode(tok, texts: list[str]) -> list[list[int]]:
 
     The one character that SentencePiece cannot tell from a space, U+2581, is written as its three bytes."""
     ids = tok.encode(texts, num_threads=1)
-    if any(SPACE in text for text in texts):
-        special = [tok.piece_to_id(f"<0x{b:02X}>") for b in SPACE_UTF8]
-        exact = all(map(tok.is_byte, special)) and not tok.encode("a", out_type=str)[0].startswith(SPACE)
+    if any(SPACE in text for text in texts) and (special := space_ids(tok)):
         for n, text in enumerate(texts):
-            if SPACE in text and exact:
+            if SPACE in text:
                 first, *rest = tok.encode(text.split(SPACE), num_threads=1)
                 ids[n] = first + [i for part in rest for i in special + part]
     return ids
+
+
+def space_ids(tok) -> list[int]:
+    """The tokens that stand for a literal U+2581; none where the model has no byte pieces, or puts a space before each text."""
+    special = [tok.piece_to_id(f"<0x{b:02X}>") for b in SPACE_UTF8]
+    return special if all(map(tok.is_byte, special)) and not tok.encode("a", out_type=str)[0].startswith(SPACE) else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -202,7 +208,9 @@ class Encoder:
         self.tok, self.dtype = load_model(model, "the tokenizer"), token_dtype(vocab)
         self.end = np.array(self.tok.eos_id(), self.dtype).tobytes()
         self.cache, self.cached, self.note, self._encode = {}, 0, "", self._plain
-        self.literals = []                                   # documents that hold one of these go to plain SentencePiece
+        special = space_ids(self.tok)
+        self.space = np.array(special, self.dtype).tobytes()
+        self.literals = [] if special else [SPACE_UTF8]      # text that holds one of these goes to plain SentencePiece
         if kind in ("auto", "cache"):
             self.pattern, reason = chunk_pattern(model)
             if self.pattern:
@@ -214,14 +222,18 @@ class Encoder:
 
     def __call__(self, raws: list[bytes]) -> list[bytes]:
         """raws: documents in UTF-8, together about a megabyte or a single longer one."""
-        special = [n for n, raw in enumerate(raws) if not raw.isascii() and SPACE_UTF8 in raw
-                   or any(text in raw for text in self.literals)]
-        if not special:
-            return self._encode(raws)
-        done = self._encode([b"" if n in special else raw for n, raw in enumerate(raws)])
-        for n, tokens in zip(special, self._plain([raws[n] for n in special])):
-            done[n] = tokens
-        return done
+        if self._encode == self._plain:
+            return [tokens + self.end for tokens in self._plain(raws)]
+        split = [raw.split(SPACE_UTF8) if self.space and not raw.isascii() else [raw] for raw in raws]     # as `encode` does
+        parts = [part for parts in split for part in parts]
+        special = {n for n, part in enumerate(parts) if any(text in part for text in self.literals)}
+        if special:
+            quick = iter(self._encode([part for n, part in enumerate(parts) if n not in special]))
+            plain = iter(self._plain([parts[n] for n in sorted(special)]))
+            tokens = (next(plain if n in special else quick) for n in range(len(parts)))
+        else:
+            tokens = iter(self._encode(parts))
+        return [self.space.join(itertools.islice(tokens, len(parts))) + self.end for parts in split]
 
     def trust(self, raws: list[bytes]) -> None:
         """Compare the first TRUST_BYTES of these documents with plain SentencePiece, and fall back to it where one differs."""
@@ -232,23 +244,23 @@ class Encoder:
             first.append(raw[:room].decode(errors="ignore").encode())
             if (room := room - len(raw)) <= 0:
                 break
-        if self(first) != self._plain(first):
+        if self(first) != [tokens + self.end for tokens in self._plain(first)]:
             self.note = f"{self._encode.__name__.strip('_')} encoding differs from SentencePiece here; SentencePiece goes on"
             self._encode = self._plain
 
     def _plain(self, raws: list[bytes]) -> list[bytes]:
-        return [np.array(ids, self.dtype).tobytes() + self.end for ids in encode(self.tok, [raw.decode() for raw in raws])]
+        return [np.array(ids, self.dtype).tobytes() for ids in encode(self.tok, [raw.decode() for raw in raws])]
 
     def _chunked(self, raws: list[bytes]) -> list[bytes]:
         lookup, done, chunks = self.cache.__getitem__, [], []
         for raw in raws:
             if len(raw) > 2 * SLICE_BYTES:
-                done.append(b"".join(self._slices(raw)) + self.end)
+                done.append(b"".join(self._slices(raw)))
             else:
                 done.append(None)
                 chunks.append(self.pattern.findall(raw))
         self._learn(chunks)
-        tokens = (b"".join(map(lookup, of_document)) + self.end for of_document in chunks)
+        tokens = (b"".join(map(lookup, of_document)) for of_document in chunks)
         return [next(tokens) if long is None else long for long in done]
 
     def _slices(self, raw: bytes):
@@ -282,23 +294,24 @@ class Encoder:
                               "Install it, or use --encoder=auto.") from None
         pieces = _settings(model)["pieces"]
         try:
-            settings = sentencepiece_to_tokenizer_json(model)
-            self._new_gigatoken = lambda: load_hf_json(settings)
-            self.giga = self._new_gigatoken()
+            settings = json.loads(sentencepiece_to_tokenizer_json(model))
         except ValueError as error:
             self.note = f"plain SentencePiece encodes, gigatoken does not read this model: {error}"
             return
         if any(kind == UNUSED for _, kind in pieces):
             self.note = "plain SentencePiece encodes: gigatoken does not know the model's unused pieces"
             return
-        # gigatoken takes these strings for the pieces of that name, where it finds or can merge them; in a document they are text
+        # "</s>" in a document is text: gigatoken must neither look for control pieces nor be able to merge their names
+        settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
         known = {text for text, _ in pieces}
-        merged = lambda text: any(text[:i] in known and text[i:] in known for i in range(1, len(text)))     # noqa: E731
-        self.literals += [text for text, kind in pieces if kind == CONTROL or kind in (UNKNOWN, BYTE) and merged(text)]
+        self.literals += [text for text, kind in pieces if kind in (CONTROL, UNKNOWN, BYTE)
+                          and any(text[:i] in known and text[i:] in known for i in range(1, len(text)))]
+        self._new_gigatoken = partial(load_hf_json, json.dumps(settings))
+        self.giga = self._new_gigatoken()
         self._encode = self._gigatoken
 
     def _gigatoken(self, raws: list[bytes]) -> list[bytes]:
         self.cached += sum(map(len, raws))
         if self.cached > GIGATOKEN_BYTES:                    # what it remembers grows with all that it has seen
             self.giga, self.cached = self._new_gigatoken(), 0
-        return [self.giga.encode(raw).astype(self.dtype).tobytes() + self.end for raw in raws]
+        return [self.giga.encode(raw).astype(self.dtype).tobytes() for raw in raws]
