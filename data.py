@@ -3,7 +3,7 @@
     python data.py prepare --data="7 notes.jsonl 3 books.txt" --vocab=4096 --seq_len=512    # prints the directory
     python data.py tokenize --data=texts/ --vocab=32768 --out=sets/texts                    # only the tokens, by all cores
     python data.py show data/rows-0123456789abcdef --row=3                                  # one row, segment by segment
-    python data.py verify /sets/foreign_text_document --tokenizer=their.model               # every byte; of Megatron's as well
+    python data.py verify /sets/foreign_text_document --tokenizer=their.model               # every byte; of ours, too
     python data.py --help                                                                   # all commands
 
 --data is a text file or a directory of them, "embedded", token shards (a tokens-* directory, or a data set in Megatron's
@@ -12,8 +12,9 @@ directory under --cache whose name is a hash of all that determines its content,
 a finished one is never touched again:
 
     corpus-*             the embedded corpus only: prose.jsonl and code.jsonl
-    tokens-*             tokens of each document, in shards, and their tokenizer: corpus.py, shards.py. 1% of the documents,
-                         chosen by content hash, are held out for validation
+    tokens-*             documents: cleaned, counted, 1% of them, chosen by content hash, held out for validation; a SentencePiece
+                         tokenizer (given, or trained on training documents only); token shards in Megatron's format (shards.py)
+    tokenizer-*          of a blend of texts: trained on all in proportion
     rows-*               one corpus, its documents packed into rows of seq_len tokens      <- the trainer reads these
     blend-*              several rows-*, and their weights
 
@@ -48,7 +49,7 @@ import numpy as np
 
 from corpus import SUFFIXES, check_numbers, check_source, describe, tokenize, tokenizer_of_texts
 from errors import ConfigError
-from order import (BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
+from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
                    shuffled, split_tree)
 from shards import FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, sync, token_dtype, verify_shards
 from tokenizer import KINDS, load_model, load_tokenizer
@@ -718,7 +719,7 @@ def bench(rows: int = 10**8, rows_per_step: int = 49_152 // BLOCK_STEPS) -> None
     sizes = [7 * rows // 10, rows - 7 * rows // 10]
     keys = [np.random.default_rng(n).integers(0, 256, size, np.uint8) for n, size in enumerate(sizes)]
     stage_ = Stage(0, [Source(f"{n:016x}", key_R) for n, key_R in enumerate(keys)], [7, 3], 65_536)
-    order = Order([stage_], [(0, rows_per_step)], 0)
+    order = Order([stage_], [(0, rows_per_step)], 0, "sorted")
     start, steps = time.process_time(), rows // rows_per_step
     for step in range(0, steps, BLOCK_STEPS):
         order.rows(step)
@@ -765,10 +766,10 @@ def verify(path: str, vocab: int = 0, tokenizer: str = "") -> str:
     return "all files as written"
 
 
-def show_blend(path: str, rows_per_step: int, seed: int) -> None:
+def show_blend(path: str, rows_per_step: int, seed: int, balance: str) -> None:
     """Print the weights, the rows of the first steps, and the shares of the corpora in the first blocks."""
     blend_ = Blend(path)
-    total, order = sum(blend_.weights), Order([blend_.stage(0)], [(0, rows_per_step)], seed)
+    total, order = sum(blend_.weights), Order([blend_.stage(0)], [(0, rows_per_step)], seed, balance)
     for n, (rows, weight, source) in enumerate(zip(blend_.corpora, blend_.weights, blend_.sources)):
         epoch = len(rows) * total / weight
         print(f"corpus {n}: weight {weight} of {total}, {len(rows):,} rows, all seen after {epoch:,.0f} rows of the run; "
@@ -834,6 +835,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             p.add_argument("--seq_len", type=int, default=65_536, help="with --synthetic")
             p.add_argument("--packing", choices=PACKINGS, default=PACKINGS[0], help="with --synthetic")
     p = command("blend", "print the rows of the first steps, and shares of the corpora", "rows_per_step", "seed")
+    p.add_argument("--balance", choices=BALANCE, default="auto", help="the run's")
     p.add_argument("dir", help="a blend-* directory")
     p = command("show", "print one row, decoded")
     p.add_argument("dir")
@@ -881,7 +883,7 @@ def main(argv: list[str] | None = None) -> None:
     elif args.command in ("balance", "stats"):
         report(args)
     elif args.command == "blend":
-        show_blend(args.dir, args.rows_per_step or 4, args.seed)
+        show_blend(args.dir, args.rows_per_step or 4, args.seed, args.balance)
     elif args.command == "show":
         show(args.dir, args.split, args.row)
     else:

@@ -58,7 +58,8 @@ class Hyperparameters:
     data: str = "embedded"  # embedded | text: a file or a directory | token shards | a blend: "7 notes.jsonl 3 books.txt"
     stages: str = ""  # a JSON file that says from which steps on other data, another seq_len or learning rate hold; see Stage
     packing: str = "fit"  # fit: documents whole in a row where they fit | stream: end to end
-    balance: str = "sorted"  # a step's rows cost about the same: sorted in blocks of 128 steps | buckets | none
+    balance: str = "auto"  # a step's rows cost about the same: sorted in blocks of 128 steps | buckets | none | auto: sorted, but
+    # not where rows are short
     tokenizer: str = ""  # a SentencePiece model; empty: train one on the data
     seq_len: int = 0  # tokens per row; 0: the size's
     rows_per_rank: int = 0  # rows of a rank in a step, run breadth-first; 0: rows_per_step / ranks, or 1

@@ -167,7 +167,7 @@ def test_sixteen_steps_have_the_costs_of_the_block():
                                                            ([source(9000), source(30, "b")], [20, 1], 16, 32)])
 def test_copies_of_a_row_do_not_meet_in_a_step(sources, weights, rows, steps):
     """Blocks are smaller where a corpus has not enough rows for a whole one; more than two copies are there only by force."""
-    o = Order([Stage(0, sources, weights, 64)], [(0, rows)], 0)
+    o = Order([Stage(0, sources, weights, 64)], [(0, rows)], 0, "sorted")
     assert o.legs[0].block_steps == steps
     for step in range(600):
         _, cs, rs = o.rows(step)
@@ -190,10 +190,10 @@ BLEND = Stage(0, [source(5000), source(700, "b"), source(2000, "c"), source(9, "
 def test_the_sequence_does_not_depend_on_length_or_interruptions():
     whole = run([BLEND], [(0, 8)], 1000)
     assert same(run([BLEND], [(0, 8)], 400), whole[:400])
-    resumed = Order([BLEND], [[0, 8]], 0)                    # as read from a checkpoint, twice, other steps first
+    resumed = Order([BLEND], [[0, 8]], 0, "sorted")          # as read from a checkpoint, twice, other steps first
     assert same([resumed.rows(s) for s in range(400, 700)], whole[400:700])
     assert same([resumed.rows(s) for s in range(1000)], whole)
-    assert same([whole[999]], [Order([BLEND], [(0, 8)], 0).rows(999)])
+    assert same([whole[999]], [Order([BLEND], [(0, 8)], 0, "sorted").rows(999)])
     assert not same(whole, run([BLEND], [(0, 8)], 1000, seed=1))
     assert 3 not in np.concatenate([cs for _, cs, _ in whole])           # weight 0
     epoch = [r for _, cs, rs in whole for r in rs[cs == 0].tolist()][:5000]
@@ -202,7 +202,7 @@ def test_the_sequence_does_not_depend_on_length_or_interruptions():
 
 
 def test_world_size_does_not_enter():
-    o = Order([BLEND], [(0, 24)], 0)
+    o = Order([BLEND], [(0, 24)], 0, "sorted")
     for step in (0, 130):
         _, cs, rs = o.rows(step)
         for world in (1, 2, 3, 8, 24):
@@ -212,7 +212,7 @@ def test_world_size_does_not_enter():
 
 @pytest.mark.parametrize("anchors", [[(0, 8), (128, 12)], [(0, 8), (256, 2), (384, 16)]])
 def test_a_change_of_rows_per_step_repeats_and_omits_nothing(anchors):
-    o, steps = Order([BLEND], anchors, 5), anchors[-1][0] + 128
+    o, steps = Order([BLEND], anchors, 5, "sorted"), anchors[-1][0] + 128
     found, rows = [o.rows(s) for s in range(steps)], o.rows_before(steps)
     assert [len(rs) for _, _, rs in found[::128]] == [[n for at, n in anchors if at <= s][-1] for s in range(0, steps, 128)]
     plain = run([BLEND], [(0, 1)], rows, seed=5, balance="none")
@@ -223,19 +223,19 @@ def test_a_change_of_rows_per_step_repeats_and_omits_nothing(anchors):
 @pytest.mark.parametrize("step", [1, 100, 129, 300])
 def test_rows_per_step_may_not_change_inside_a_block(step):
     with pytest.raises(ConfigError, match=f"nearest are steps {step // 128 * 128} and {step // 128 * 128 + 128}"):
-        Order([BLEND], [(0, 8), (step, 4)], 0)
+        Order([BLEND], [(0, 8), (step, 4)], 0, "sorted")
 
 
 def test_boundaries_count_from_the_last_change():
-    Order([BLEND], [(0, 8), (128, 4), (256, 8)], 0)
+    Order([BLEND], [(0, 8), (128, 4), (256, 8)], 0, "sorted")
     with pytest.raises(ConfigError, match="nearest are steps 256 and 384"):
-        Order([BLEND], [(0, 8), (128, 4), (320, 8)], 0)
+        Order([BLEND], [(0, 8), (128, 4), (320, 8)], 0, "sorted")
 
 
 def test_a_corpus_that_goes_on_in_the_next_stage_is_not_begun_anew():
     a, b, c = source(4000), source(4000, "b"), source(4000, "c")
     stages = [Stage(0, [a, b], [1, 1], 512), Stage(128, [c], [1], 512), Stage(256, [b, c, a], [1, 1, 2], 512)]
-    o = Order(stages, [(0, 8)], 0)
+    o = Order(stages, [(0, 8)], 0, "sorted")
     found = [o.rows(s) for s in range(512)]
     assert [s for s, *_ in found] == [0] * 128 + [1] * 128 + [2] * 256
     names = [["a", "b"], ["c"], ["b", "c", "a"]]
@@ -248,14 +248,21 @@ def test_a_corpus_that_goes_on_in_the_next_stage_is_not_begun_anew():
         assert {r for n, r in seen if n == name} == set(want), "the corpus' first rows, none left out"
         firsts[name] = want[:100]
     assert len({tuple(rows) for rows in firsts.values()}) == 3, "each corpus has an order of its own"
-    again = Order([*stages, Stage(512, [a], [1], 1024)], [(0, 8)], 0)    # appended: what was stays
+    again = Order([*stages, Stage(512, [a], [1], 1024)], [(0, 8)], 0, "sorted")  # appended: what was stays
     assert same([again.rows(s) for s in range(512)], found) and again.tokens_before(513) == 512 * 8 * 512 + 8 * 1024
     with pytest.raises(ConfigError, match="another stage.*nearest are steps 128 and 256"):
         Order([stages[0], Stage(200, [c], [1], 512)], [(0, 8)], 0)
 
 
+def test_auto_sorts_long_rows():
+    for S, method in ((512, "none"), (4096, "sorted")):
+        key_P = source(512).key_R
+        assert (order.balanced(key_P, 4, S, "auto", 9) == order.balanced(key_P, 4, S, method, 9)).all()
+
+
 def test_digest():
-    o, other = Order([BLEND], [(0, 8)], 0), Order([BLEND], [(0, 8)], 1)
-    assert o.digest(5) == Order([BLEND], [(0, 8), (128, 4)], 0).digest(5) != o.digest(6) and o.digest(5) != other.digest(5)
+    o, other = Order([BLEND], [(0, 8)], 0, "sorted"), Order([BLEND], [(0, 8)], 1, "sorted")
+    assert o.digest(5) == Order([BLEND], [(0, 8), (128, 4)], 0, "sorted").digest(5)
+    assert len({o.digest(5), o.digest(6), other.digest(5)}) == 3
     with pytest.raises(ConfigError, match="--balance=best"):
         Order([BLEND], [(0, 8)], 0, "best")
