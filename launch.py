@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # the command line must start at once, so torch is imported o
     import torch
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+EXIT_NOT_SAVED = 74  # the last checkpoint could not be written, older ones are untouched (EX_IOERR)
 EXIT_STOPPED = 75  # stopped on request after a checkpoint: run again to continue (EX_TEMPFAIL of sysexits.h)
 
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid
@@ -53,6 +54,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 # Variables between launcher and ranks, beyond those of torchrun
 DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machine, so LOCAL_RANK repeats
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
+STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
+JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
 RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 
 
@@ -222,8 +225,21 @@ def run(main) -> int:
     return EXIT_OK if code is None else code
 
 
+def end_of_job(walltime_min: float = 0.0) -> float | None:
+    """Unix time at which the job will be killed, as Slurm says, or after walltime_min minutes (0: unlimited) from its start, or
+    the launcher's; the earlier. None: never."""
+    variables = (os.environ.get(name, "") for name in ("SLURM_JOB_START_TIME", STARTED_VAR))
+    started = next((float(text) for text in variables if text.isdecimal()), time.time())
+    ends = [started + 60 * walltime_min] if walltime_min else []
+    if (text := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
+        ends.append(float(text))
+    return min(ends, default=None)
+
+
 class StopRequest:
-    """Turns the signals that ask for an end into a flag, so that the loop stops after a step, with a checkpoint.
+    """Turns the signals that ask for an end into a flag, so that the loop stops after a step, with a checkpoint. SIGUSR1 is
+    one of them: it is what `sbatch --signal=USR1@600` sends before the end of a job. To save and go on, make the file
+    out/<run>/save.
 
     `requested` is the name of the first such signal ("SIGTERM"), or None. A second SIGINT raises
     KeyboardInterrupt. SIGHUP stays ignored under nohup. Create it in the main thread.
@@ -330,6 +346,7 @@ def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int |
     # Without it gloo looks up the host's own name, which on laptops may not resolve or change with the network.
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         base.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    base.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
     base[RUN_VAR] = f"{base.get(RUN_VAR, '')}/{os.getpid()}-{time.time_ns()}"  # nested: inside the outer run's mark
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_WORLD_SIZE": str(nodes)}

@@ -4,6 +4,7 @@
     copies     between device and arenas, beside the computation: on streams of their own, on a CPU in threads
     inputs     the layers' inputs, kept from the forward to the backward pass, some of them in an arena
     stream     optimizer state from its arenas through the device, chunk by chunk: one comes, one is worked on, one goes
+    window     parts of any tensor as bytes on the host, for who writes them to a file beside the computation
     tracking   bytes of live tensors by purpose, on any device
     report     host memory by NUMA node beside the planned use, and the refusal where it cannot fit
 
@@ -262,6 +263,32 @@ def stream(chunks: Iterable[tuple[object, dict[str, Tensor]]], copies: Copies | 
         del here, coming
     for copy in leaving:
         copy.wait()
+
+
+class Window:
+    """Shows parts of tensors to the host as bytes, one part at a time: where they lie on the host, they themselves; of an
+    accelerator's, a copy in a small pinned buffer, made on a stream of its own."""
+
+    def __init__(self, device: torch.device, nbytes: int):
+        """nbytes: of the largest part."""
+        if device.type != "cpu":
+            self.buffer, self.stream = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), torch.Stream(device)
+
+    def follow(self, device: torch.device):
+        """What is shown from now on holds what has been launched up to now. Call it where the computation is launched."""
+        if device.type != "cpu":
+            self.stream.wait_stream(torch.accelerator.current_stream(device))
+
+    def show(self, x: Tensor) -> np.ndarray:
+        """uint8 [x.nbytes], of a contiguous x; on return nothing reads x any more but through this, until the next call."""
+        flat = x.detach().view(-1).view(torch.uint8)
+        if x.device.type == "cpu":
+            return flat.numpy()
+        host = self.buffer[: len(flat)]
+        with self.stream:
+            host.copy_(flat, non_blocking=True)
+            self.stream.synchronize()
+        return host.numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -187,21 +187,35 @@ class Chunk(NamedTuple):
     tensors: dict[str, Tensor]  # master, grad, momentum, ...; on the device
 
 
-def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int) -> Iterator[Chunk]:
+EVERY = ("master", "momentum", "m", "v")
+
+
+def phases(state: State, plan: MuonPlan) -> list[tuple[list[str], tuple[str, ...]]]:
+    """What a step changes, in this order: (buckets, which of their tensors). `update` goes by it, and a checkpoint that is
+    written beside training, so that the next step finds written first what it changes first."""
+    gate_up, down = ([n for n, b in state.buckets.items() if b.rule.bucket == kind] for kind in ("gate_up", "down"))
+    rest = [name for name in state.buckets if name not in {*plan.buckets, *gate_up, *down}]
+    return [(plan.buckets, ("momentum",)), (gate_up, EVERY), (rest + down[: len(down) // 2], EVERY), (plan.buckets, ("master",)),
+            (down[len(down) // 2 :], EVERY)]
+
+
+def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int, grad: bool) -> Iterator[Chunk]:
     """The named buckets in parts of about `size` values on the device: whole experts, or runs of a flat buffer; 0: a bucket at a
-    time. kinds: which of master, grad and moments are needed; each bucket has some."""
+    time. kinds: which of master and moments are needed; each bucket has some. grad: the gradient, too."""
 
     def parts():
         for name in names:
             tensors = {"master": state.master[name], **state.moments[name]}
-            if "grad" in kinds:
-                tensors["grad"] = state.grad.pop(name)
             rows, values = len(tensors["master"]), tensors["master"].numel()
+            tensors = {kind: x for kind, x in tensors.items() if kind in kinds}
+            if grad:
+                tensors["grad"] = state.grad.pop(name)
             # of a flat buffer whole vectors of any processor: the end of an odd chunk would be rounded another way
             step = rows if not size else -(-size // 1024) * 1024 if rows == values else max(1, size * rows // values)
             for start in range(0, rows, step):
                 at = slice(start, min(start + step, rows))
-                yield (name, at), {kind: x[at] for kind, x in tensors.items() if kind in kinds}
+                state.before_change(name, at, kinds)
+                yield (name, at), {kind: x[at] for kind, x in tensors.items()}
 
     for (name, at), tensors in stream(parts(), state.copies):
         yield Chunk(state.buckets[name], at, tensors)
@@ -225,8 +239,8 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
         if state.copies:  # what travels of it stays on the device
             state.own[part.bucket.name][part.at] = travelling(part.tensors["master"], part.bucket, transport)
 
-    def update_own(names: list[str]):
-        for part in chunks(state, names, ("master", "grad", "momentum", "m", "v"), chunk):
+    def update_own(names: list[str], kinds: tuple[str, ...]):
+        for part in chunks(state, names, kinds, chunk, grad=True):
             wd = decay if part.bucket.rule.decay else 0.0
             if kind_of(part.bucket, optimizer) == "adamw":
                 adamw(**part.tensors, lr=lr, decay=wd, clip=clip, step=step)
@@ -236,26 +250,25 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
                 apply_muon(part.tensors["master"], direction.view_as(mixed_X), lr, wd)
             keep_own(part)
 
+    momentum, gate_up, others, dense, last = phases(state, plan)
     mixed = {name: torch.empty_like(state.moments[name]["momentum"], device=state.bias_LX.device) for name in plan.buckets}
-    for part in chunks(state, plan.buckets, ("grad", "momentum"), chunk):
+    for part in chunks(state, *momentum, chunk, grad=True):
         mixed[part.bucket.name][part.at] = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip)
-    gate_up, down = ([n for n, b in state.buckets.items() if b.rule.bucket == kind] for kind in ("gate_up", "down"))
-    rest = [name for name in state.buckets if name not in {*mixed, *gate_up, *down}]
 
     going = send_slices(mixed, plan, grid, dtype) if mixed else None
-    update_own(gate_up)
+    update_own(*gate_up)
     coming = send_directions(going.wait(), plan, grid, dtype) if mixed else None
-    update_own(rest + down[: len(down) // 2])
+    update_own(*others)
     if mixed:
         directions = mixed  # in the same place: slices that have gone out come back as directions; padding stays zero
         slices = [run for to in plan.slices for run in to]
         for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
             directions[name][start:stop] = part
-        for part in chunks(state, plan.buckets, ("master",), chunk):
+        for part in chunks(state, *dense, chunk, grad=False):
             apply_muon(part.tensors["master"], directions[part.bucket.name][part.at], lr, decay)
             keep_own(part)
     finish_refresh = start_refresh(state, grid, transport)
-    update_own(down[len(down) // 2 :])
+    update_own(*last)
     finish_refresh()
 
 

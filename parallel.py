@@ -590,6 +590,8 @@ class State:
     copies: Copies | None = None  # between the arenas and the device
     slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes
     own: dict[str, Tensor] = field(default_factory=dict)  # bucket -> owned values as they travel, on the device, if masters are not
+    # called before owned rows `at` of a bucket's tensors of these kinds change: a checkpoint may be writing them still
+    before_change: Callable[[str, slice, tuple[str, ...]], None] = lambda name, at, kinds: None
 
 
 BLOCK = 1 << 12  # values per generator call: whole blocks are drawn, so that any slice gets the same values

@@ -40,6 +40,7 @@ from typing import Callable, NamedTuple
 import torch
 from torch import Tensor
 
+import checkpoint
 import launch
 import model
 import offload
@@ -752,16 +753,11 @@ def memory_of(rec: Recording, r: dict[str, float]) -> dict:
 
 
 def checkpoint_of(rec: Recording, tl: Timeline, given: Given) -> dict:
-    """Bytes, write time, and the interval that loses least (Young-Daly), in seconds."""
+    """Bytes, and in seconds the write, what it stalls of a step, and the interval that loses least."""
     world, R = rec.grid.world.size, rec.grid.R
     total = rec.state_bytes * world // R  # replicas share the write
-    write = total / given.file_system
     mtbf = (given.mtbf_hours or 50_000 / world) * 3600
-    background = max(0.0, write - (tl.step_s - tl.phases["optimizer"]))
-    best = {name: max(math.sqrt(2 * cost * mtbf), tl.step_s) for name, cost in (("now", write), ("background", max(background, 1.0)))}
-    return {"bytes": total, "write_s": write, "stall_s": write, "stall_in_background_s": background, "mtbf_s": mtbf,
-            "interval_s": best["now"], "interval_in_background_s": best["background"],
-            "lost": write / best["now"] + best["now"] / 2 / mtbf}
+    return {"bytes": total, **checkpoint.save_interval(total / given.file_system, tl.step_s - tl.phases["optimizer"], tl.step_s, mtbf)}
 
 
 def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, machine: str) -> dict:
@@ -869,10 +865,10 @@ def page(d: dict) -> str:
         f"Muon: {d['muon']['owned_matrices']} dense matrices here; {d['muon']['momentum_bytes'] / 1e6:,.0f} MB of momentum to their "
         f"owners, {d['muon']['direction_bytes'] / 1e6:,.0f} MB of directions back.  Inside the node: "
         f"{d['node_traffic_bytes'] / 1e9:,.0f} GB sent per rank",
-        f"Checkpoint: {ck['bytes'] / 1e12:.2f} TB, written in {ck['write_s']:.0f} s, all of it a stall; flushed beside the next step it "
-        f"would be {ck['stall_in_background_s']:.0f} s",
+        f"Checkpoint: {ck['bytes'] / 1e12:.2f} TB, written in {ck['write_s']:.0f} s beside the next step, which waits "
+        f"{ck['stall_s']:.0f} s for it",
         f"  with a failure every {ck['mtbf_s'] / 3600:.0f} h: one every {ck['interval_s'] / 60:.0f} min (Young-Daly), {ck['lost']:.1%} of the "
-        f"time lost; in the background every {ck['interval_in_background_s'] / 60:.0f} min",
+        "time lost",
         f"Data: {d['data_bytes'] / 1e6:.1f} MB of tokens and targets per rank and step, copied beside the step before",
         f"recorded {d['events']:,} events in {d['recorded_s']:.1f} s"]
     if "measured" in d:

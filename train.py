@@ -89,7 +89,10 @@ class Hyperparameters:
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
     val_rows: int = 32  # held-out rows that are measured: always the first ones
     ckpt_every: int = 100  # steps between checkpoints (and one at the end); 0: only at the end
-    ckpt_keep: int = 2  # newest checkpoints that stay; 0: all
+    ckpt_keep: int = 2  # newest checkpoints that stay; 0: all. An old one goes once a newer one has been read back
+    ckpt_keep_every: int = 0  # checkpoints of steps that this divides stay, too; 0: none
+    ckpt_writers: int = 0  # ranks that write to the file system at the same time; 0: all
+    walltime: float = 0.0  # minutes that the job may run: stop before, with a checkpoint; 0: as long as Slurm says, if it does
     wandb: str = "auto"  # auto: online if logged in, else offline | off
     # the model, where it should differ from the size; 0: the size's
     layers: int = 0
@@ -412,6 +415,8 @@ class Output:
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
         self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+        self.asked = 0  # step after which someone wants a checkpoint
+        self.alive_before: float | None = None  # last sign of life of the run that this one goes on with, Unix time
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -437,6 +442,8 @@ class Output:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
         self.keep_metrics_before(step)
+        if step and (self.path / "progress.json").exists():
+            self.alive_before = json.loads((self.path / "progress.json").read_text())["time"]
         self.log_file = open(self.path / "log.txt", "a", buffering=1)
         self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
         total, active = count_params(m)
@@ -469,6 +476,37 @@ class Output:
             tmp = self.path / ".progress.json"
             tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
             tmp.rename(self.path / "progress.json")
+
+    def save_wanted(self, step: int) -> bool:
+        """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
+        if not self.active or self.asked or not (self.path / "save").exists():
+            return False
+        self.log(f"{self.path / 'save'} is there: saving after step {step + 1}")
+        self.asked = step + 1
+        return True
+
+    def saved(self, outcome: checkpoint.Outcome | None) -> dict:
+        """Logs how a save ended, if one did; returns its metrics."""
+        if outcome is None:
+            return {}
+        if outcome.error:
+            self.log(f"WARNING: {outcome.error}; the next one is tried when it is due")
+            return {"ckpt_error": outcome.error}
+        if self.asked and outcome.step >= self.asked:
+            (self.path / "save").unlink(missing_ok=True)
+            self.asked = 0
+        if outcome.warning:
+            self.log(f"WARNING: {outcome.warning}")
+        self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
+        return {"ckpt_step": outcome.step, "ckpt_write_s": outcome.seconds, "ckpt_bytes": outcome.bytes}
+
+    def recovered(self) -> dict:
+        """After the first step of a run that goes on: seconds since the last sign of life of the one before."""
+        if not self.alive_before:
+            return {}
+        seconds, self.alive_before = time.time() - self.alive_before, None
+        self.log(f"first step back {seconds:.1f} s after the last sign of life of the run before")
+        return {"recovery_s": seconds}
 
     def metrics(self, values: dict):
         if self.active:
@@ -580,34 +618,53 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
 
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run."""
+    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run. With --resume=auto the newest that is as it
+    was written; those that are not are set aside, once a good one has been found."""
     root = out.path / "ckpt"
 
-    def choose() -> str:
+    def choose() -> list[str]:
         if hp.resume != "auto" or not out.active:
-            return "" if hp.resume == "never" else hp.resume
-        return checkpoint.newest(root)
+            return [] if hp.resume == "never" else [hp.resume]
+        return [str(p) for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
 
-    chosen = share_texts(together(choose, grid, device), grid, device)[0]
+    candidates = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
-    step = 0
-    if chosen:
-        manifest = together(lambda: checkpoint.read_manifest(Path(chosen)), grid, device)
-        check_same_run(manifest, hp, m, fingerprint, Path(chosen), out.log)
-        step = manifest["step"]
-    state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)  # arenas may not be had
+    state, damaged = None, []
+    for chosen in map(Path, candidates):
+        manifest, damage = checkpoint.agreed(lambda: checkpoint.read_manifest(chosen), grid, device)
+        if not damage:
+            check_same_run(manifest, hp, m, fingerprint, chosen, out.log)
+            state = state or empty_state(hp, m, grid, device)
+            _, damage = checkpoint.agreed(lambda: checkpoint.load(chosen, state, grid, m), grid, device)
+        if not damage:
+            return state, start_from(chosen, manifest["step"], damaged, out)
+        out.log(f"WARNING: {damage}")
+        damaged.append((chosen, damage))
+    if damaged:
+        raise ConfigError(f"{damaged[0][1]}" + (f"; nor can any other of {len(damaged)} be read" if len(damaged) > 1 else ""))
+    return empty_state(hp, m, grid, device), 0
+
+
+def empty_state(hp: Hyperparameters, m: Model, grid: Grid, device) -> State:
+    """Initial weights and moments. Raises ConfigError on all ranks where the memory cannot be had."""
+    state = together(lambda: init_state(m, grid, hp.seed, device, hp.offload_state), grid, device)
     together(lambda: optim.init_moments(state, hp.optimizer), grid, device)
-    if not chosen:
-        return state, 0
-    together(lambda: checkpoint.load(Path(chosen), state, grid, m), grid, device)
-    out.log(f"resumed from {chosen}")
+    return state
+
+
+def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Output) -> int:
+    """Puts the run's directory in order for a run that starts from this checkpoint; returns its step."""
+    out.log(f"resumed from {chosen}" + (f", because newer ones are damaged: {len(damaged)}" if damaged else ""))
+    root = out.path / "ckpt"
     if out.active:
         checkpoint.remove_unfinished(root)
-    for place in checkpoint.set_aside_after(root, step) if out.active else ():
-        out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
-    return state, step
+        for path, _ in damaged:
+            out.log(f"WARNING: {path} is damaged and now {checkpoint.set_aside(path, 'damaged')}; delete it when you have seen to it")
+        for place in checkpoint.set_aside_after(root, step):
+            out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
+    return step
 
 
 def main(argv: list[str]) -> int:
@@ -638,7 +695,12 @@ def main(argv: list[str]) -> int:
         return launch.EXIT_OK
     out.open(hp, m, step)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
-    stopped = train(Run(hp, m, grid, transport, device, rows, held_out, out), state, step, last, launch.StopRequest())
+    run = Run(hp, m, grid, transport, device, rows, held_out, out)
+    try:
+        stopped = train(run, state, step, last, launch.StopRequest())
+    except checkpoint.NotSaved as error:
+        out.log(f"error: {error}")
+        return launch.EXIT_NOT_SAVED
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
@@ -658,6 +720,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     start_refresh(state, grid, transport)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
+    saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
+    end_of_job, news = launch.end_of_job(hp.walltime), {}
     while step < last:
         start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
@@ -668,11 +732,13 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
                                         inputs=inputs)).tolist()
-            # every rank now learns the loss, the norm, the next step's targets and who was told to stop
-            numbers = exchange([*sums, count_targets(next_batch), bool(stop.requested)], grid, device)
-            loss, squared_norm, next_targets, requested = numbers.sum(0)
+            # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save
+            reason = why_stop(stop, end_of_job, times, saver)
+            numbers = exchange([*sums, count_targets(next_batch), bool(reason), out.save_wanted(step)], grid, device)
+            loss, squared_norm, next_targets, stopping, saving = numbers.sum(0)
             loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
             if not math.isfinite(loss + grad_norm):
+                saver.wait()  # what it writes is from before
                 ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
                 raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
                                          "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
@@ -681,30 +747,42 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
                          transport, chunk=hp.stream_chunk)
 
         step, batch, targets = step + 1, next_batch, next_targets
-        ending = step == last or requested
         times.append(time.perf_counter() - start)
         measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
                     "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
                     "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
-                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()}}
+                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()},
+                    "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
             measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
         report(run, step, measured, flops, times)
-        if ending or (hp.ckpt_every and step % hp.ckpt_every == 0):
-            out.progress(step, "checkpoint")
+        news = {}
+        if step == last or stopping or saving or (hp.ckpt_every and step % hp.ckpt_every == 0):
             copies.finish()
-            checkpoint.save(out.path / "ckpt", step, state, grid, meta, hp.ckpt_keep)
-        if ending:
-            out.log(f"checkpoint {checkpoint.directory(out.path / 'ckpt', step)}"
-                    + (f"; stopped by {stop.requested or 'another rank'}, run again (--resume=auto) to go on" if requested else ""))
+            news = out.saved(saver.start(step, meta, optim.phases(state, plan)))
+        if stopping:
             break
+    out.progress(step, "checkpoint")
+    if error := out.saved(final := saver.wait()).get("ckpt_error"):
+        raise checkpoint.NotSaved(f"the last checkpoint of this run is missing: {error}, then run again to resume")
+    out.log(f"checkpoint {final.path}"
+            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if stopping else ""))
     out.progress(step, "done" if step == hp.steps else "stopped")
-    return bool(requested) and step < last
+    return bool(stopping) and step < last
+
+
+def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
+    """The signal that asked for an end; or the end of the job, when it is so near that after another step there might be no time
+    for a checkpoint. times: of the steps so far, in seconds."""
+    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + saver.needs_s
+    if end_of_job and time.time() + needs_s > end_of_job:
+        return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
+    return stop.requested
 
 
 def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):

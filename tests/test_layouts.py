@@ -72,14 +72,24 @@ def reference(tmp_path_factory):
     return run(tmp_path_factory.mktemp("reference"), 1, 1)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A case that goes on from a checkpoint written at 2x2, and the losses that it had there."""
+    out = tmp_path_factory.mktemp("saved")
+    case = dict(name="resumed", c=2, router="sigmoid", first=3, steps=3)
+    worker("midway", 2, 2, out, case={"c": 2, "router": "sigmoid"})
+    return case | {"load": str(out / "step-00000003")}, json.loads((out / "losses.json").read_text())
+
+
 @pytest.mark.parametrize("nodes, ranks, replicas", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (4, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2)])
-def test_layout_equals_one_rank(reference, tmp_path, nodes, ranks, replicas):
+def test_layout_equals_one_rank(reference, saved, tmp_path, nodes, ranks, replicas):
     # what happens inside a replica was compared without replicas: eight ranks need not repeat all of it
     cases = [c for c in CASES if replicas == 1 or c["name"] in ("c1-softmax", "c4-softmax", "kept", "layer", "layer-regather", "production")]
-    found = run(tmp_path, nodes, ranks, replicas, cases)
+    found = run(tmp_path, nodes, ranks, replicas, [*cases, saved[0]])
     for case in cases:
         wrong = differences(reference[case["name"]], found[case["name"]], case.get("loose", False))
         assert not wrong, (case["name"], wrong)
+    assert found["resumed"]["losses"] == pytest.approx(saved[1], rel=1e-4)
     for other in ("layer", "layer-regather"):  # how dense weights travel changes no bit; a stale refresh would
         assert found[other]["losses"] == found["c1-softmax"]["losses"] and found[other]["norm"] == found["c1-softmax"]["norm"]
     assert reference["c1-softmax"]["losses"][-1] < reference["c1-softmax"]["losses"][0] - 0.02  # the steps did something

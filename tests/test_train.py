@@ -1,6 +1,7 @@
 """train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import train
-from launch import EXIT_CONFIG, EXIT_STOPPED, Place
+from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
 from model import ConfigError
 from safetensors.torch import load_file
 from spawn import ROOT, launch, worker
@@ -52,9 +53,9 @@ PRODUCTION = ["--dtype=bfloat16", "--weight_transport=fp8", "--grad_transport=bf
               "--replicas=2"]
 
 
-@pytest.mark.parametrize("nodes, ranks, more", [(2, 2, []), (4, 1, PRODUCTION)])
-def test_interrupted_twice_and_resumed_is_bit_identical(here, nodes, ranks, more):
-    whole, parts = f"whole{nodes}", f"parts{nodes}"
+def test_interrupted_twice_and_resumed_is_bit_identical(here):
+    """Two replicas with what production uses; soak.py does the same for one replica and other ways to be interrupted."""
+    nodes, ranks, more, whole, parts = 4, 1, PRODUCTION, "whole", "parts"
     settings = ["--steps=40", "--ckpt_every=15", *more]
     run(here, whole, *settings, nodes=nodes, ranks=ranks)
     run(here, parts, *settings, "--stop_at=7", nodes=nodes, ranks=ranks)
@@ -80,14 +81,14 @@ def test_interrupted_twice_and_resumed_is_bit_identical(here, nodes, ranks, more
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_rewind_keeps_no_step_twice(here):
-    """A crash after step 6 with the last checkpoint at step 4: steps 5 and 6 are run again, and recorded once."""
-    run(here, "rewind", "--steps=12", "--stop_at=4")
-    metrics = here / "out" / "rewind" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + '{"step": 5, "loss": 0}\n{"step": 6, "lo')  # the last line is torn
-    run(here, "rewind", "--steps=12")
-    assert [line[0] for line in losses(here, "rewind")] == list(range(1, 13))
-    assert all(line[1] > 0 for line in losses(here, "rewind"))
+def test_a_rewind_keeps_no_step_twice(tmp_path, monkeypatch):
+    """Whole runs do so in soak.py."""
+    monkeypatch.chdir(tmp_path)
+    (out := tmp_path / "out" / "rewind").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 7)]
+    (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 7, "lo')  # the last line is torn
+    train.Output(train.Hyperparameters(run="rewind"), Place(0, 1, 0, 1, torch.device("cpu"), "gloo")).keep_metrics_before(4)
+    assert (out / "metrics.jsonl").read_text() == "".join(lines[:4])
 
 
 def test_what_a_run_leaves_behind(here):
@@ -124,34 +125,39 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
 
 
 def test_a_checkpoint_loads_at_another_layout(here):
-    """Written at 2x2; one rank goes on with the same rows and the same losses."""
-    run(here, "from", "--steps=12", "--stop_at=6")
-    checkpoint = here / "out" / "from" / "ckpt" / "step-00000006"
-    run(here, "to", "--steps=12", "--rows_per_step=4", f"--resume={checkpoint}", nodes=1, ranks=1)
-    run(here, "from", "--steps=12")
+    """Written at 2x2; an uneven grid of 3 ranks goes on with the same rows and the same losses."""
+    run(here, "from", "--steps=9", "--rows_per_step=12", "--ckpt_every=6")
+    run(here, "to", "--steps=9", "--rows_per_step=12", f"--resume={here}/out/from/ckpt/step-00000006", nodes=3, ranks=1)
     for there, back in zip(losses(here, "from")[6:], losses(here, "to"), strict=True):
         assert there[0] == back[0] and there[1] == pytest.approx(back[1], rel=1e-4)
+    rows = [[json.loads(line)["row_ids"] for line in (here / "out" / name / "metrics.jsonl").read_text().splitlines()][-3:]
+            for name in ("from", "to")]
+    assert rows[0] == rows[1]
 
 
-def test_damaged_checkpoints_are_refused_by_all_ranks_and_nothing_changes(here):
+def test_a_damaged_checkpoint_that_is_the_only_one_is_refused_by_all_ranks_and_nothing_changes(here):
     run(here, "damage", "--steps=4", nodes=1, ranks=2)
-    checkpoint = here / "out" / "damage" / "ckpt" / "step-00000004"
-    file = checkpoint / "rank-00001.safetensors"  # only one of the ranks reads it
+    file = here / "out" / "damage" / "ckpt" / "step-00000004" / "rank-00001.safetensors"  # only one of the ranks reads it
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
     before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
     done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
     assert done.returncode == EXIT_CONFIG and done.stderr.count("rank 1: checkpoint file") == 1 and "damaged" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "--resume=never starts afresh" in done.stderr and "Traceback" not in done.stderr
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "damage").rglob("*"))
-    (checkpoint / "manifest.json").write_text("{")
-    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
-    assert done.returncode == EXIT_CONFIG and "manifest.json is missing or damaged" in done.stderr
-    (checkpoint / ".complete").unlink()  # as if the machine had died before the marker: never from scratch by itself
-    done = run(here, "damage", "--steps=8", nodes=1, ranks=2, check=False)
-    assert done.returncode == EXIT_CONFIG and "no complete checkpoint" in done.stderr and "--resume=never" in done.stderr
     assert "step 1/8" in run(here, "damage", "--steps=8", "--resume=never", nodes=1, ranks=1).stdout
+
+
+def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error(here):
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY, "--steps=100000"]
+    for limit, code, message in (("--fsize=100000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
+                                  "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
+                                 ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
+        environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 25)}  # 20 are kept for the way out
+        done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and re.search(message, done.stdout) and "Traceback" not in done.stderr, done
+    assert len(list((here / "out" / "end" / "ckpt").iterdir())) == 1
 
 
 def test_two_processes_never_train_one_run(here):
@@ -200,14 +206,6 @@ def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
     done = run(here, "way", "--steps=8", "--lr=1e-3", nodes=1, ranks=1)
     assert "resumed from out/way/ckpt/step-00000006" in done.stdout
     assert "resumed with another --lr: 0.003 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
-
-
-def test_a_rank_that_cannot_write_ends_the_run_and_loses_nothing(here, tmp_path):
-    worker("failing_save", 1, 2, tmp_path)
-    for rank in range(2):
-        message = (tmp_path / f"message.{rank}").read_text()
-        assert "not written, rank 1: No space left on device" in message and "older checkpoints are untouched" in message
-    assert [p.name for p in sorted((tmp_path / "ckpt").glob("step-*"))] == ["step-00000001"]
 
 
 def test_every_rank_ends_with_the_same_error_at_once(here):

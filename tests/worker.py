@@ -1,5 +1,6 @@
 """Runs inside the ranks that the tests spawn: python launch.py ... -- tests/worker.py FUNCTION OUT [JSON]."""
 
+import errno
 import hashlib
 import json
 import sys
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -123,8 +123,8 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
         if step == 0:
             first_norm = norm
             after_first(norm)
-        optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), step, wire,
-                     chunk=case.get("stream", 0))
+        optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), case.get("first", 0) + step,
+                     wire, chunk=case.get("stream", 0))
         copies.finish()
     return losses, first_norm
 
@@ -134,6 +134,8 @@ def layouts(where, out: Path, options: dict):
     results = {}
     for case in options["cases"]:
         m, grid, state, rows = start(where, case, options["replicas"])
+        if case.get("load"):
+            checkpoint.load(Path(case["load"]), state, grid, m)
         healthy, choose = plant(case.get("fault", ""), grid), model.choose_experts
         model.choose_experts = choose_by_place if case.get("fixed") else choose
         if case.get("poison"):
@@ -149,6 +151,19 @@ def layouts(where, out: Path, options: dict):
         model.choose_experts, parallel.WIRE.poison = choose, None
     if where.rank == 0:
         (out / "results.json").write_text(json.dumps(results))
+
+
+def midway(where, out: Path, options: dict):
+    """Three steps, a checkpoint, and the losses of three more while it is written."""
+    case = options["case"]
+    m, grid, state, rows = start(where, case)
+    steps(where, case, m, grid, state, rows, 3)
+    saver = checkpoint.Saver(out, state, grid)
+    saver.start(3, {}, optim.phases(state, optim.plan_muon(state, grid, m, "muon")))
+    losses, _ = steps(where, case | {"first": 3}, m, grid, state, rows, 3)
+    assert not saver.wait().error
+    if where.rank == 0:
+        (out / "losses.json").write_text(json.dumps(losses))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -237,18 +252,46 @@ def trace(where, out: Path, options: dict):
 
 
 def failing_save(where, out: Path, options: dict):
-    """A second checkpoint that rank 1 cannot write."""
+    """Checkpoints at steps 1, 2 and 3, of which rank 1 cannot write the second. The third is made, and replaces the first. One
+    rank writes at a time."""
     m, grid, state, _ = start(where, {})
-    checkpoint.save(out / "ckpt", 1, state, grid, {}, keep=1)
-    if where.rank == 1:
-        def no_space(tensors, path):
-            raise SafetensorError("No space left on device")
+    saver = checkpoint.Saver(out / "ckpt", state, grid, keep=1, writers=1)
+    write, messages = saver._write, []
 
-        checkpoint.save_file = no_space
-    try:
-        checkpoint.save(out / "ckpt", 2, state, grid, {}, keep=1)
-    except RuntimeError as error:
-        (out / f"message.{where.rank}").write_text(str(error))
+    def timed(*args):
+        began = time.monotonic()
+        if step == 2 and where.rank == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        entry = write(*args)
+        time.sleep(0.05)
+        (out / f"writing.{where.rank}").write_text(json.dumps([began, time.monotonic()]))
+        return entry
+
+    saver._write = timed
+    for step in (1, 2, 3):
+        saver.start(step, {})
+        messages.append(saver.wait().error)
+    (out / f"messages.{where.rank}").write_text(json.dumps(messages))
+
+
+def drawn_state(m, grid, seed: int) -> parallel.State:
+    """Masters, moments and bias that depend on the seed and on which values they are, not on the grid."""
+    state = parallel.init_state(m, grid, seed, torch.device("cpu"))
+    optim.init_moments(state, "muon")
+    for name, bucket in state.buckets.items():
+        for kind, x in state.moments[name].items():
+            for p in parallel.pieces(bucket, m, grid):
+                x.view(-1)[p.at : p.at + p.stop - p.start] = parallel.initial_values(seed, f"{p.name}/{kind}", p.start, p.stop, 1.0)
+    state.bias_LX.copy_(torch.randn(m.layers, m.experts, generator=torch.Generator().manual_seed(seed)))
+    return state
+
+
+def save_drawn(where, out: Path, options: dict):
+    """A checkpoint by 2 x 2, and one by 2 replicas of 2 x 1."""
+    m, checkpoint.PIECE = tiny(), 1000
+    for replicas, ranks_per_node in ((1, 2), (2, 1)):
+        grid = parallel.make_grid(where.rank, where.world, ranks_per_node, replicas, m)
+        checkpoint.save(out / f"{grid.R}-{grid.N}-{grid.E}", 5, drawn_state(m, grid, 5), grid, {})
 
 
 def causality(where, out: Path, options: dict):
