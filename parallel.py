@@ -586,6 +586,7 @@ class State:
     bias_LX: Tensor  # selection bias of the router, the same on all ranks
     grad: dict[str, Tensor] = field(default_factory=dict)  # bucket -> fp32 owned gradient of this step
     squared: dict[str, Tensor] = field(default_factory=dict)  # bucket -> squared norm of grad, fp64
+    token_squared: Tensor | None = None  # squared norm of this step's gradient of this rank's embedded tokens, fp64
     node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
     copies: Copies | None = None  # between the arenas and the device
     slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes

@@ -33,6 +33,7 @@ from torch import Tensor
 import checkpoint
 import corpus
 import data
+import health
 import launch
 import optim
 from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
@@ -41,7 +42,7 @@ from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_r
                      record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
-                      start_refresh, together)
+                      squared_norm, start_refresh, together)
 
 
 @dataclass
@@ -85,6 +86,10 @@ class Hyperparameters:
     final_lr: float = 0.05  # end of the cosine, as a fraction of lr
     weight_decay: float = 0.1  # decoupled, on matrices
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    skip_sigma: float = 10.0  # skip a step whose loss or gradient norm is so many deviations above the accepted ones' median;
+    # 0: only one that is not finite
+    skip_window: int = 128  # accepted steps that a step is compared with
+    max_skips: int = 20  # skipped steps in a row that end the run
     # evaluation, checkpoints, output
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
     val_rows: int = 32  # held-out rows that are measured: always the first ones
@@ -235,6 +240,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
 
     # ---- the embedding's gradient needs the token ids only
     tokens, dx = torch.cat([row.tokens_T for row in rows]), torch.cat(dx)
+    state.token_squared = squared_norm(dx)
     reducing += reduce(state, ["embed"], {"embed": embed_grad(tokens, dx, m.vocab, transport.grads)}, grid, transport)
     advance(reducing, to_the_end=True)
     return loss, sum(state.squared[name] for name in state.buckets)  # in a fixed order, whatever came home first
@@ -358,6 +364,9 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           f"{kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
+    for name in ("skip_window", "max_skips"):
+        if getattr(hp, name) < 1:
+            raise ConfigError(f"--{name}={getattr(hp, name)}: must be at least 1")
     if hp.steps < 1:
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
@@ -508,8 +517,18 @@ class Output:
         self.log(f"first step back {seconds:.1f} s after the last sign of life of the run before")
         return {"recovery_s": seconds}
 
+    def diverged(self, step: int, skips: health.Skips):
+        """Writes what a person needs; raises Diverged on every rank."""
+        place = self.path / "diverged.txt"
+        if self.active:
+            place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
+            self.progress(step, "diverged")
+        raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} names them, "
+                              "and the checkpoints from before")
+
     def metrics(self, values: dict):
         if self.active:
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}  # JSON has no NaN
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
@@ -617,8 +636,8 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
     check_hosts(reports, fixes)
 
 
-def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run. With --resume=auto the newest that is as it
+def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int, dict]:
+    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run, and what judges the steps knew. With --resume=auto the newest that is as it
     was written; those that are not are set aside, once a good one has been found."""
     root = out.path / "ckpt"
 
@@ -639,12 +658,12 @@ def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: 
             state = state or empty_state(hp, m, grid, device)
             _, damage = checkpoint.agreed(lambda: checkpoint.load(chosen, state, grid, m), grid, device)
         if not damage:
-            return state, start_from(chosen, manifest["step"], damaged, out)
+            return state, start_from(chosen, manifest["step"], damaged, out), manifest.get("health", {})
         out.log(f"WARNING: {damage}")
         damaged.append((chosen, damage))
     if damaged:
         raise ConfigError(f"{damaged[0][1]}" + (f"; nor can any other of {len(damaged)} be read" if len(damaged) > 1 else ""))
-    return empty_state(hp, m, grid, device), 0
+    return empty_state(hp, m, grid, device), 0, {}
 
 
 def empty_state(hp: Hyperparameters, m: Model, grid: Grid, device) -> State:
@@ -687,7 +706,7 @@ def main(argv: list[str]) -> int:
     check_memory(hp, m, grid, where, out)
     path = prepare_data(hp, grid, device, out.log)
     rows, held_out = data.Rows(path, "train"), data.Rows(path, "val")
-    state, step = start_state(hp, m, grid, device, rows.fingerprint, out)
+    state, step, known = start_state(hp, m, grid, device, rows.fingerprint, out)
     last = min(hp.stop_at or hp.steps, hp.steps)
     if step >= last:
         out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
@@ -697,17 +716,21 @@ def main(argv: list[str]) -> int:
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
     run = Run(hp, m, grid, transport, device, rows, held_out, out)
     try:
-        stopped = train(run, state, step, last, launch.StopRequest())
+        stopped = train(run, state, step, last, launch.StopRequest(), known)
     except checkpoint.NotSaved as error:
         out.log(f"error: {error}")
         return launch.EXIT_NOT_SAVED
+    except health.Diverged as error:
+        out.log(f"error: {error}")
+        return launch.EXIT_DIVERGED
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
 
-def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
-    """Steps until `last`; True if it ended early because a signal asked for it."""
+def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest, known: dict) -> bool:
+    """Steps until `last`; True if it ended early because a signal asked for it. known: what judged the steps before, from the
+    checkpoint. Raises NotSaved, Diverged."""
     hp, m, grid, transport, device, rows, held_out, out = run
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
     flops, times = flops_per_token(m, mean_segment(rows)), []
@@ -721,7 +744,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
     targets = exchange([count_targets(batch)], grid, device).sum()
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
-    end_of_job, news = launch.end_of_job(hp.walltime), {}
+    skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
+    end_of_job, news, save_due = launch.end_of_job(hp.walltime), {}, False
     while step < last:
         start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
@@ -730,31 +754,34 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
-            sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
-                                        inputs=inputs)).tolist()
+            sums = torch.stack([*schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
+                                          inputs=inputs), state.token_squared]).tolist()
             # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save
             reason = why_stop(stop, end_of_job, times, saver)
             numbers = exchange([*sums, count_targets(next_batch), bool(reason), out.save_wanted(step)], grid, device)
-            loss, squared_norm, next_targets, stopping, saving = numbers.sum(0)
-            loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
-            if not math.isfinite(loss + grad_norm):
-                saver.wait()  # what it writes is from before
-                ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
-                raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
-                                         "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
+            loss, squared, _, next_targets, stopping, saving = numbers.sum(0)
+            loss, grad_norm = loss / max(targets, 1), math.sqrt(squared / grid.R)
+            bad_ranks = health.suspects(numbers[:, 0], np.sqrt(numbers[:, 2]), numbers[:, 1])
+            skipped = skips.judge(step + 1, loss, grad_norm, bad_ranks)
             began_update = time.perf_counter()
-            optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
-                         transport, chunk=hp.stream_chunk)
+            if skipped:
+                state.grad.clear()
+            else:
+                optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
+                             transport, chunk=hp.stream_chunk)
 
         step, batch, targets = step + 1, next_batch, next_targets
         times.append(time.perf_counter() - start)
-        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
+        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped": skips.total, "step_s": times[-1],
                     "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
                     # where wait() returns at once, the time in it says nothing
                     "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
                     "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
                     "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()},
                     "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
+        if skipped:
+            measured["skipped_why"] = skipped
+            out.log(f"WARNING: step {step} is skipped, {len(skips.streak)} in a row: {skipped}")
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
@@ -762,9 +789,14 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
         report(run, step, measured, flops, times)
         news = {}
-        if step == last or stopping or saving or (hp.ckpt_every and step % hp.ckpt_every == 0):
+        if skips.given_up:
+            out.saved(saver.wait())  # what it writes is from before
+            out.diverged(step, skips)
+        # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
+        save_due = save_due or saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
+        if step == last or stopping or save_due and not skips.streak:
             copies.finish()
-            news = out.saved(saver.start(step, meta, optim.phases(state, plan)))
+            news, save_due = out.saved(saver.start(step, meta | {"health": {"skips": skips.state()}}, optim.phases(state, plan))), False
         if stopping:
             break
     out.progress(step, "checkpoint")

@@ -8,30 +8,16 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import torch
 import train
 from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
 from model import ConfigError
 from safetensors.torch import load_file
-from spawn import ROOT, launch, worker
+from spawn import ROOT, launch
 
 TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A directory with some texts to train on."""
-    path = tmp_path_factory.mktemp("train")
-    (path / "texts").mkdir()
-    rng = np.random.default_rng(0)
-    words = "the model reads a row of tokens and every rank adds its part of the gradient to what the others sent".split()
-    for i in range(60):
-        text = " ".join(rng.choice(words, rng.integers(5, 400)))
-        (path / "texts" / f"{i}.txt").write_text(text)
-    return path
 
 
 def run(here, name, *args, nodes=2, ranks=2, check=True):
