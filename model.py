@@ -694,10 +694,12 @@ def count_mine(chosen_Mk: Tensor, mine: range) -> int:
 HEAD_CHUNK = 2**26  # logits that exist at a time: 128 MiB in bf16
 
 
-def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool):
+def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool,
+              draws_T: Tensor | None = None):
     """Final norm, logits and cross-entropy in chunks of tokens: the T x V logits never exist.
 
-    targets: int64, -1 for none. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
+    targets: int64, -1 for none. draws: uniform numbers, with which the targets that there are are drawn anew, from the model's own
+    predictions. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
     scale * loss, or None where grads is False. dhead is fp32."""
     T, V = x_TD.shape[0], head_VD.shape[0]
     chunk = max(1, HEAD_CHUNK // V)
@@ -709,8 +711,10 @@ def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, 
         dh_TD, dhead_VD = torch.empty_like(h_TD) if grads else None, None
         for a in range(0, T, chunk):
             h = h_TD[a : a + chunk]
-            logits = h @ head_VD.T
-            loss += cross_entropy(logits, targets_T[a : a + chunk], scale, grads)
+            logits, targets = h @ head_VD.T, targets_T[a : a + chunk]
+            if draws_T is not None:
+                targets = torch.where(targets >= 0, draw_tokens(logits, draws_T[a : a + chunk]), targets)
+            loss += cross_entropy(logits, targets, scale, grads)
             if grads:
                 torch.matmul(logits, head_VD, out=dh_TD[a : a + chunk])
                 part = logits.T @ h
@@ -737,6 +741,15 @@ def cross_entropy(logits_TV: Tensor, targets_T: Tensor, scale: float, grads: boo
             factor = has_target * scale
             logits_TV[at] = e.mul_(factor / total).scatter_add_(1, index, -factor)
     return loss
+
+
+def draw_tokens(logits_TV: Tensor, draws_T: Tensor) -> Tensor:
+    """A token of each row's distribution, int64 [T]: where the cumulated probability passes the row's uniform number."""
+    drawn_T = torch.empty(len(logits_TV), dtype=torch.int64, device=logits_TV.device)
+    for at in slabs(logits_TV):
+        up_to = torch.softmax(logits_TV[at].float(), -1).cumsum_(-1)
+        drawn_T[at] = torch.searchsorted(up_to, draws_T[at, None].float() * up_to[:, -1:]).squeeze(1)
+    return drawn_T.clamp_(max=logits_TV.shape[1] - 1)
 
 
 def embed_tokens(tokens_T: Tensor, embed_VD: Tensor) -> Tensor:

@@ -165,6 +165,7 @@ PURPOSES = {
     "combine": ("its experts' partial sums for the node's tokens", "the sum for its own tokens"),
     "combine gradient": ("the output gradient of its own tokens", "that of the node's tokens"),
     "muon momentum": ("its slices of the mixed gradients", "whole matrices, the ones it updates"),
+    "mano weights": ("its slices of the weights", "whole matrices, the ones it updates"),
     "muon direction": ("the directions of whole matrices", "its slices of all directions"),
     "replica gradient": ("its replica's gradient of what it owns", "the sum over the replicas"),
     "scalars": ("its own numbers", "everybody's"),
@@ -455,7 +456,7 @@ def combine_tokens(node: Group, y_MD: Tensor, value: bool) -> Tensor:
 
 class Rule(NamedTuple):
     bucket: str  # parameters of a layer with the same bucket travel together
-    optimizer: str
+    optimizer: str  # muon | adamw; or what stands in for it (optim.OPTIMIZERS)
     owner: str  # slice: 1/(N*E) of the bucket's flat buffer, over the shard | expert: whole experts, over the column
     dtype: str  # gathered as: compute | fp32 (tiny, and it keeps norms and router exact)
     decay: bool  # decoupled weight decay

@@ -512,7 +512,7 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
     inputs = offload.make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute, hp.offload_fraction, copies)
     parallel.fill_own(state, transport)
     parallel.start_refresh(state, grid, transport)()
-    return state, optim.plan_muon(state, grid, m, hp.optimizer), inputs
+    return state, optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head), inputs
 
 
 # ------------------------------------------------------------------------------------------------------------------

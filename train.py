@@ -79,11 +79,17 @@ class Hyperparameters:
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
     verbose_comm: bool = False  # print each collective of the first step
     # optimizer
-    optimizer: str = "muon"  # muon (matrices; the rest AdamW) | adamw
+    optimizer: str = "muon"  # muon | mano (matrices inside the layers; the rest AdamW) | adamw | sophiag (everything)
+    newton_schulz: str = "polar5"  # muon's iteration: polar5 | quintic5 | ten (8 quintic and 2 that end at 1: the most exact)
+    muon_per_head: bool = False  # muon takes each head of q, k and v as a matrix of its own
+    curvature_every: int = 10  # sophiag: steps between estimates of the curvature, each as dear as a step
     lr: float = 3e-3  # peak; Muon's update is scaled so that both share it
     warmup: int = 20  # steps of linear warmup
-    schedule: str = "cosine"  # cosine | constant
-    final_lr: float = 0.05  # end of the cosine, as a fraction of lr
+    schedule: str = "cosine"  # cosine | constant | wsd (warmup, constant, a straight decay)
+    final_lr: float = 0.05  # end of the cosine or the decay, as a fraction of lr
+    decay: float = 0.2  # of the steps: length of wsd's decay
+    lr_scaling: str = "none"  # none | sqrt | linear: lr is that of lr_batch tokens per step, and is scaled to this run's
+    lr_batch: int = 0  # tokens per step for which lr was found
     weight_decay: float = 0.1  # decoupled, on matrices
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
     skip_sigma: float = 10.0  # skip a step whose loss or gradient norm is so many deviations above the accepted ones' median;
@@ -161,6 +167,7 @@ class DeviceRow(NamedTuple):
     targets_T: Tensor  # int64, -1: none
     segments: Segments
     n_targets: int
+    draws_T: Tensor | None = None  # uniform numbers with which the targets are drawn from the predictions (see draw_labels)
 
 
 def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
@@ -209,7 +216,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         ahead = gather(state, layer_buckets(m.layers - 1), grid, transport, backward=True)
     loss, dx, grads = 0, [], {}
     for b, row in enumerate(rows):
-        loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
+        loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train, row.draws_T)
         loss, dx = loss + loss_b, dx + [dx_b]
         if train:
             accumulate(grads, {"final_norm": dnorm, "head": dhead})
@@ -282,6 +289,24 @@ def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
 
 
+def draw_labels(rows: list[DeviceRow], first: int, seed: int) -> list[DeviceRow]:
+    """The same rows with labels that the model will draw. first: global position of the first, which with the seed decides the
+    draws: no layout changes them."""
+    draws = [np.random.Generator(np.random.Philox(key=[seed, first + b])).random(len(row.tokens_T)) for b, row in enumerate(rows)]
+    return [row._replace(draws_T=torch.from_numpy(x).to(row.tokens_T.device)) for row, x in zip(rows, draws)]
+
+
+def measure_curvature(batch: list[DeviceRow], step: int, targets: float, state: State, run: "Run", inputs: Inputs):
+    """For Sophia: a pass over the step's rows with labels drawn from the predictions, whose gradient is of the same sum over all
+    ranks as the loss's. A pass that is not finite counts for nothing."""
+    hp, m, grid, transport, device = run[:5]
+    rows = draw_labels(batch, step * hp.rows_per_step + grid.world.index * hp.rows_per_rank, hp.seed)
+    _, squared = schedule(rows, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers, inputs=inputs)
+    if np.isfinite(exchange([float(squared)], grid, device)).all():
+        optim.measure_curvature(state, targets, hp.stream_chunk)
+    state.grad.clear()
+
+
 def held_out_loss(rows: data.Rows, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
                   device) -> tuple[float, int]:
     """Mean loss in nats per target over the first `limit` held-out rows, and the number of targets.
@@ -350,7 +375,8 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                                                                  if hp.rows_per_rank else ""))
     for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
-                          "optimizer": ("muon", "adamw"), "schedule": ("cosine", "constant"),
+                          "optimizer": tuple(optim.OPTIMIZERS), "schedule": ("cosine", "constant", "wsd"),
+                          "newton_schulz": tuple(optim.NEWTON_SCHULZ), "lr_scaling": ("none", "sqrt", "linear"),
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -364,7 +390,10 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           f"{kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
-    for name in ("skip_window", "max_skips"):
+    if hp.decay > 1:
+        raise ConfigError(f"--decay={hp.decay:g}: a fraction of the steps, 0 to 1")
+    optim.scaled_rate(hp.lr, hp.lr_scaling, per_step * m.seq_len, hp.lr_batch)
+    for name in ("skip_window", "max_skips", "curvature_every"):
         if getattr(hp, name) < 1:
             raise ConfigError(f"--{name}={getattr(hp, name)}: must be at least 1")
     if hp.steps < 1:
@@ -734,7 +763,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     hp, m, grid, transport, device, rows, held_out, out = run
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
     flops, times = flops_per_token(m, mean_segment(rows)), []
-    plan = optim.plan_muon(state, grid, m, hp.optimizer)
+    plan = optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head)
+    peak_lr = optim.scaled_rate(hp.lr, hp.lr_scaling, hp.rows_per_step * hp.seq_len, hp.lr_batch)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
     inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
@@ -749,11 +779,13 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     while step < last:
         start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
         WIRE.tell = out.log if hp.verbose_comm and not times else None
-        lr = optim.learning_rate(step, hp.steps, hp.lr, hp.warmup, hp.schedule, hp.final_lr)
+        lr = optim.learning_rate(step, hp.steps, peak_lr, hp.warmup, hp.schedule, hp.final_lr, hp.decay)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
+            if hp.optimizer == "sophiag" and step % hp.curvature_every == 0:
+                measure_curvature(batch, step, targets, state, run, inputs)
             sums = torch.stack([*schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
                                           inputs=inputs), state.token_squared]).tolist()
             # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save

@@ -222,7 +222,7 @@ def test_every_rank_ends_with_the_same_error_at_once(here):
     ("--rows_per_step=16 --rows_per_rank=3", "use --rows_per_step=24 or leave out --rows_per_rank=3"),
     ("--data=nowhere", "--data='nowhere'"),
     ("--run=../x", "--run=../x: must be a plain directory name"),
-    ("--optimizer=sgd", "--optimizer=sgd: unknown; use one of muon, adamw"),
+    ("--optimizer=sgd", "--optimizer=sgd: unknown; use one of muon, mano, adamw, sophiag"),
     ("--shared_experts=2", "--shared_experts=2: use 0 or 1"),
 ])
 def test_bad_settings_name_setting_value_and_fix(args, message):

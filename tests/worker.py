@@ -241,9 +241,9 @@ def trace(where, out: Path, options: dict):
         parallel.WIRE.trace.append(("compute", "block"))
         return block(*args)
 
-    def traced_direction(matrices, dtype):
+    def traced_direction(matrices, *args):
         parallel.WIRE.trace.append(("compute", "experts" if matrices.dim() == 3 else "matrix"))
-        return direction(matrices, dtype)
+        return direction(matrices, *args)
 
     train.block, optim.muon_direction = traced_block, traced_direction
     parallel.WIRE.trace = []
