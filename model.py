@@ -470,6 +470,86 @@ class RoutingWeights(Function):
         return dpicked.new_zeros(len(dpicked), ctx.experts).scatter_(1, chosen, dpicked), None, None
 
 
+class RouterLosses(Function):
+    """The logits as they are; backward adds the gradients of two losses, each a mean over all `tokens` of the step and a sum over
+    layers: aux * X * sum over experts of share * probability, share being the part of the step's pairs that the expert got on
+    all ranks (Shazeer et al. 2017, over the global batch as in Qiu et al. 2025, arXiv 2501.11873), and z * logsumexp(logits)^2
+    (Zoph et al. 2022). The shares have no gradient; they are known once every rank has routed, before any backward pass."""
+
+    @staticmethod
+    def forward(ctx, logits_TX, balance, layer, real):
+        ctx.save_for_backward(logits_TX)
+        ctx.balance, ctx.layer, ctx.real = balance, layer, real
+        return logits_TX.view_as(logits_TX)
+
+    @staticmethod
+    def backward(ctx, d_TX):
+        (logits_TX,), balance, real = ctx.saved_tensors, ctx.balance, ctx.real
+        logits_TX, d_TX = logits_TX[:real], d_TX.clone()
+        if balance.aux:
+            value_X = balance.aux * logits_TX.shape[1] / balance.tokens * balance.share_LX[ctx.layer].to(logits_TX.dtype)
+            p_TX = probability(logits_TX, balance.router)
+            along = p_TX * (value_X - (p_TX @ value_X)[:, None])
+            d_TX[:real] += along if balance.router == "softmax" else along * (1 - torch.sigmoid(logits_TX))
+        if balance.z:
+            d_TX[:real] += torch.softmax(logits_TX, -1) * (2 * balance.z / balance.tokens * logits_TX.logsumexp(-1, keepdim=True))
+        return d_TX, None, None, None
+
+
+def probability(logits_TX: Tensor, router: str) -> Tensor:
+    """Of each expert, over all of them: what the auxiliary loss evens out."""
+    return torch.softmax(logits_TX if router == "softmax" else F.logsigmoid(logits_TX), -1)
+
+
+class Balance:
+    """Where a step's tokens went, over all ranks, and what pushes them apart. Only the forward pass adds to it, never a
+    recomputation, and no padding is counted."""
+
+    def __init__(self, m: Model, device: torch.device, tokens: float = 1, aux: float = 0.0, z: float = 0.0):
+        """tokens: of all ranks in the step, without padding; aux, z: coefficients of RouterLosses."""
+        self.aux, self.z, self.tokens, self.router, self.experts = aux, z, tokens, m.router, m.experts
+        # counts; and with losses the summed probabilities and squared logsumexps, for their values
+        self.total_LC = torch.zeros(m.layers, m.experts * (2 if aux or z else 1) + bool(aux or z), dtype=torch.float64, device=device)
+        self.share_LX: Tensor | None = None
+
+    def logits(self, layer: int, real: int | None, first: bool, logits_TX: Tensor) -> Tensor:
+        """Passes the logits on, with the losses' gradients. first: not a recomputation."""
+        if not (self.aux or self.z):
+            return logits_TX
+        if first:
+            with torch.no_grad():
+                seen_TX = logits_TX[:real]
+                self.total_LC[layer, self.experts : -1] += probability(seen_TX, self.router).sum(0, dtype=torch.float64)
+                self.total_LC[layer, -1] += seen_TX.logsumexp(-1).square().sum(dtype=torch.float64)
+        return RouterLosses.apply(logits_TX, self, layer, real)
+
+    def count(self, layer: int, real: int | None, chosen_Tk: Tensor):
+        index = chosen_Tk[:real].flatten().long()
+        self.total_LC[layer].scatter_add_(0, index, torch.ones_like(index, dtype=torch.float64))  # whole numbers: any order
+
+    def summed(self, total_LC: Tensor):
+        """total_LC of all ranks added up."""
+        self.total_LC = total_LC
+        self.share_LX = self.counts_LX / self.counts_LX.sum(1, keepdim=True).clamp(min=1)
+
+    @property
+    def counts_LX(self) -> Tensor:
+        return self.total_LC[:, : self.experts]
+
+    def losses(self) -> tuple[float, float]:
+        """Values of the auxiliary and the z-loss, coefficients included."""
+        if not (self.aux or self.z):
+            return 0.0, 0.0
+        aux = (self.share_LX * self.total_LC[:, self.experts : -1]).sum() * self.experts
+        return self.aux * float(aux) / self.tokens, self.z * float(self.total_LC[:, -1].sum()) / self.tokens
+
+
+def move_bias(bias_LX: Tensor, counts_LX: Tensor, rate: float):
+    """Raises the selection bias of experts that got less than the mean and lowers that of the others, by `rate` (DeepSeek-V3; Wang
+    et al. 2024, arXiv 2408.15664). In place."""
+    bias_LX += rate * torch.sign(counts_LX.mean(1, keepdim=True) - counts_LX).to(bias_LX.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # Experts
 # ------------------------------------------------------------------------------------------------------------------
@@ -592,17 +672,18 @@ class Route(NamedTuple):
 
 
 def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: Route | None, bias_X: Tensor,
-          dispatch: Callable, combine: Callable, mine: range, m: Model) -> tuple[Tensor, Route]:
+          dispatch: Callable, combine: Callable, mine: range, m: Model,
+          pushed: Callable[[Tensor], Tensor] = lambda logits_TX: logits_TX) -> tuple[Tensor, Route]:
     """One layer on one row. Returns the layer's output and the routing. With a `route` it is a recomputation: it reuses the
     routing, and of the experts only what their gradients need is computed; the output is a placeholder with the right graph.
 
     w: the layer's weights by short name; gate_up [X', 2F, D] and down [X', D, F] are the experts `mine` of this rank's
     node slot, padded to X'. dispatch(h_TD, weights_Tk, chosen_Tk) returns the node's tokens, weights and choices;
-    combine(y_MD, value) sends the partial sums home and adds them."""
+    combine(y_MD, value) sends the partial sums home and adds them. pushed: see Balance.logits."""
     first = route is None
     x_TD = x_TD + attention(x_TD, w, segments, rope, m)
     h_TD = rms_norm(x_TD, w["moe_norm"])
-    logits_TX = RouterLogits.apply(h_TD, w["router"])
+    logits_TX = pushed(RouterLogits.apply(h_TD, w["router"]))
     chosen_Tk = choose_experts(logits_TX, bias_X, m) if first else route.chosen_Tk
     weights_Tk = RoutingWeights.apply(logits_TX, chosen_Tk.long(), m.router)
 
@@ -640,7 +721,7 @@ class Recorded:
         self.edges = {name: torch.autograd.graph.get_gradient_edge(value) for name, value in w.items()}
         self.again: dict[str, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(*self.hooks(w)) if forget else nullcontext():
-            y_TD, _ = layer(self.x_TD, w)
+            y_TD, self.route = layer(self.x_TD, w)
         self.end = torch.autograd.graph.get_gradient_edge(y_TD)
         self.y_TD = y_TD.detach() if forget else None  # of a recomputation nobody needs the value
 

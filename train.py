@@ -12,17 +12,19 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
+import operator
 import os
 import platform
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,11 +38,11 @@ import data
 import health
 import launch
 import optim
-from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
-                   flops_per_token, head_loss, model_of, rope_cache, uses_rope)
+from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
+                   flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_report, label, make_inputs, offloaded_layers, peak_memory,
                      record_hosts, resident)
-from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
+from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       squared_norm, start_refresh, together)
 
@@ -96,6 +98,13 @@ class Hyperparameters:
     # 0: only one that is not finite
     skip_window: int = 128  # accepted steps that a step is compared with
     max_skips: int = 20  # skipped steps in a row that end the run
+    # load of the experts; the losses are a mean over the tokens of all ranks and a sum over layers
+    bias_rate: float = 1e-3  # router=sigmoid: step of the selection bias towards even load, once per step; 0: it stays
+    aux_loss: float = 0.0  # coefficient of the auxiliary loss that evens out the load, e.g. 1e-3; 0: none
+    z_loss: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, e.g. 1e-4; 0: none
+    # checks and measurements
+    check_every: int = 500  # steps between checks of the state: types, shards distinct, replicas equal (also at the start); 0: never
+    noise_every: int = 10  # steps between measurements of the gradient noise scale, with two nodes or more; 0: never
     # evaluation, checkpoints, output
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
     val_rows: int = 32  # held-out rows that are measured: always the first ones
@@ -141,6 +150,7 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 #              -> weights i+1          after the last layer: head and last norm, over the shard
 #                 dispatch             node, all-gather: tokens, routing weights and choices of its node
 #                 combine              node, all-to-all and sum: its own tokens, the sums over all experts
+#              -> expert load          world, all-reduce: tokens of each expert; <- before the backward pass
 #   head       <- head, last norm; -> weights of the last layer
 #              -> gradients of head and last norm, over the shard
 #   backward
@@ -167,26 +177,31 @@ class DeviceRow(NamedTuple):
     targets_T: Tensor  # int64, -1: none
     segments: Segments
     n_targets: int
+    n_real: int | None = None  # tokens that are not padding, which comes last; None: all
+    digest: int = 0  # of the row's id and tokens
     draws_T: Tensor | None = None  # uniform numbers with which the targets are drawn from the predictions (see draw_labels)
 
 
 def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
-             train: bool = True, keep_layers: int = 0, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
+             train: bool = True, keep_layers: int = 0, inputs: Inputs | None = None,
+             balance: Balance | None = None) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
     values: of scale * (summed loss of all ranks). Of the last keep_layers layers all activations, but no weights, are kept
-    from the forward pass; of the others the inputs, in `inputs` (default: on the device). Returns (summed loss of this
+    from the forward pass; of the others the inputs, in `inputs` (default: on the device). balance: where routing is
+    counted and pushed. Returns (summed loss of this
     rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
     T = len(rows[0].tokens_T)
     tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
     inputs, graphs, routes = inputs or Inputs(None, [], None), [], []
-    dispatch = partial(dispatch_tokens, grid.node)  # all-gather over the node: [T, ...] -> [E*T, ...]
-    combine = partial(combine_tokens, grid.node)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
+    dispatch = functools.partial(dispatch_tokens, grid.node)  # all-gather over the node: [T, ...] -> [E*T, ...]
+    combine = functools.partial(combine_tokens, grid.node)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
 
     def layer(i: int, b: int, route: Route | None, x_TD: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Route]:
+        pushed = {"pushed": functools.partial(balance.logits, i, rows[b].n_real, route is None)} if balance else {}
         return block(x_TD, w, rows[b].segments, tables if uses_rope(i, m) else None, route, state.bias_LX[i], dispatch, combine,
-                     grid.local_experts(m), m)
+                     grid.local_experts(m), m, **pushed)
 
     # ---- forward: no autograd graph is kept, only each layer's input and its routing; of the last keep_layers their graph
     embedding = gather(state, ["embed"], grid, transport)
@@ -198,8 +213,8 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         w = label("weights", ahead.wait())
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
         if train and i >= m.layers - keep_layers:
-            graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
-            x = [graph.y_TD for graph in graphs[-1]]
+            graphs.append([Recorded(functools.partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
+            x, route = [graph.y_TD for graph in graphs[-1]], [graph.route for graph in graphs[-1]]
         else:
             if train:
                 inputs.save(label("inputs", x))
@@ -208,7 +223,10 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
             x, route = map(list, zip(*out))
             routes.append(route)
             del out
+        for b in range(len(rows) if balance else 0):
+            balance.count(i, rows[b].n_real, route[b].chosen_Tk)
         del w
+    counting = all_reduce(balance.total_LC, grid.world, "expert load") if balance else None
 
     # ---- head and loss, in chunks of tokens
     w = label("weights", ahead.wait())
@@ -223,6 +241,8 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
     del w, x, loss_b, dx_b, dnorm, dhead
     if not train:
         return loss, torch.zeros_like(loss)
+    if balance:
+        balance.summed(counting.wait())
     reducing = reduce(state, ["final", "head"], grads, grid, transport)
     del grads
 
@@ -235,7 +255,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         x = [] if recorded else inputs.take()
         inputs.fetch_ahead(i - 1)
         for b in range(len(rows)):
-            graph = recorded.pop(0) if recorded else Recorded(partial(layer, i, b, routes[i][b]), x.pop(0), w, forget=False)
+            graph = recorded.pop(0) if recorded else Recorded(functools.partial(layer, i, b, routes[i][b]), x.pop(0), w, forget=False)
             dx[b], dw = graph.backward(dx[b], w)
             accumulate(grads, dw)
             del graph, dw
@@ -264,19 +284,20 @@ def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def to_device(row: data.Row, device: torch.device) -> DeviceRow:
+def to_device(row: data.Row, device: torch.device, row_id: int = 0) -> DeviceRow:
     tensors = [torch.from_numpy(x) for x in (row.tokens_S, row.targets_S, np.array(row.bounds, np.int32))]
     if device.type != "cpu":  # from pinned memory, or the copy would wait for the step that is running
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
     tokens_T, targets_T, bounds = tensors
-    return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()))
+    return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()), row.n_real,
+                     zlib.crc32(row.tokens_S.tobytes(), row_id & 0xFFFFFFFF))
 
 
 def rows_of_step(step: int, rows: data.Rows, rows_per_step: int, grid: Grid, seed: int, device) -> list[DeviceRow]:
     """This rank's rows: a contiguous part of the step's, so that ranks and rows per rank can be traded."""
     count = rows_per_step // grid.world.size
     ids = data.row_ids(step * rows_per_step + grid.world.index * count, count, len(rows), seed)
-    return [to_device(rows[int(r)], device) for r in ids]
+    return [to_device(rows[int(r)], device, int(r)) for r in ids]
 
 
 def mean_segment(rows: data.Rows) -> float:
@@ -287,6 +308,11 @@ def mean_segment(rows: data.Rows) -> float:
 
 def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
+
+
+def count_tokens(rows: list[DeviceRow]) -> int:
+    """Without padding."""
+    return sum(len(row.tokens_T[: row.n_real]) for row in rows)
 
 
 def draw_labels(rows: list[DeviceRow], first: int, seed: int) -> list[DeviceRow]:
@@ -546,6 +572,10 @@ class Output:
         self.log(f"first step back {seconds:.1f} s after the last sign of life of the run before")
         return {"recovery_s": seconds}
 
+    def warn(self, text: str):
+        if text:
+            self.log(f"WARNING: {text}")
+
     def diverged(self, step: int, skips: health.Skips):
         """Writes what a person needs; raises Diverged on every rank."""
         place = self.path / "diverged.txt"
@@ -749,17 +779,17 @@ def main(argv: list[str]) -> int:
     except checkpoint.NotSaved as error:
         out.log(f"error: {error}")
         return launch.EXIT_NOT_SAVED
-    except health.Diverged as error:
+    except (health.Diverged, health.CheckFailed) as error:
         out.log(f"error: {error}")
-        return launch.EXIT_DIVERGED
+        return launch.EXIT_DIVERGED if isinstance(error, health.Diverged) else launch.EXIT_UNHEALTHY
     out.log(ledger(), console=False)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
 
 def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest, known: dict) -> bool:
-    """Steps until `last`; True if it ended early because a signal asked for it. known: what judged the steps before, from the
-    checkpoint. Raises NotSaved, Diverged."""
+    """Steps until `last`; True if it ended early because a signal asked for it. known: what watched over the steps before, from
+    the checkpoint. Raises NotSaved, Diverged, CheckFailed."""
     hp, m, grid, transport, device, rows, held_out, out = run
     meta = {"settings": asdict(hp), "model": asdict(m), "fingerprint": rows.fingerprint}
     flops, times = flops_per_token(m, mean_segment(rows)), []
@@ -772,72 +802,154 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
     batch = rows_of_step(step, rows, hp.rows_per_step, grid, hp.seed, device)
-    targets = exchange([count_targets(batch)], grid, device).sum()
+    counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
-    skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
+    watch = Watch(run, state, known, fresh=step == 0)
     end_of_job, news, save_due = launch.end_of_job(hp.walltime), {}, False
     while step < last:
-        start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        clock = Clock(device)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
         lr = optim.learning_rate(step, hp.steps, peak_lr, hp.warmup, hp.schedule, hp.final_lr, hp.decay)
         next_batch = rows_of_step(step + 1, rows, hp.rows_per_step, grid, hp.seed, device)
+        targets, tokens = counts.sum(0)
+        balance = Balance(m, device, tokens, hp.aux_loss, hp.z_loss)
+        state.node_squared = {} if watch.measures_noise(step) else None
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             if hp.optimizer == "sophiag" and step % hp.curvature_every == 0:
                 measure_curvature(batch, step, targets, state, run, inputs)
-            sums = torch.stack([*schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
-                                          inputs=inputs), state.token_squared]).tolist()
-            # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save
+            sums = schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers, inputs=inputs,
+                            balance=balance)
             reason = why_stop(stop, end_of_job, times, saver)
-            numbers = exchange([*sums, count_targets(next_batch), bool(reason), out.save_wanted(step)], grid, device)
-            loss, squared, _, next_targets, stopping, saving = numbers.sum(0)
-            loss, grad_norm = loss / max(targets, 1), math.sqrt(squared / grid.R)
-            bad_ranks = health.suspects(numbers[:, 0], np.sqrt(numbers[:, 2]), numbers[:, 1])
-            skipped = skips.judge(step + 1, loss, grad_norm, bad_ranks)
-            began_update = time.perf_counter()
-            if skipped:
+            told = tell(sums, state, targets, batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
+            clock.update_begins()
+            if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
                 state.grad.clear()
             else:
-                optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
+                optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(told.grad_norm, hp.clip), step,
                              transport, chunk=hp.stream_chunk)
+                if hp.bias_rate and m.router == "sigmoid":
+                    move_bias(state.bias_LX, balance.counts_LX, hp.bias_rate)
 
-        step, batch, targets = step + 1, next_batch, next_targets
-        times.append(time.perf_counter() - start)
-        measured = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped": skips.total, "step_s": times[-1],
-                    "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
-                    # where wait() returns at once, the time in it says nothing
-                    "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
-                    "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
-                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()},
-                    "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
-        if skipped:
-            measured["skipped_why"] = skipped
-            out.log(f"WARNING: step {step} is skipped, {len(skips.streak)} in a row: {skipped}")
+        step, batch = step + 1, next_batch
+        measured = {"loss": told.loss, "grad_norm": told.grad_norm, "lr": lr, **clock.step_ends(times), **load_of(balance, grid),
+                    **watch.step_ends(step, told, counts, balance, skipped), "ckpt_blocked_s": saver.take_blocked_s(), **news,
+                    **out.saved(saver.finished()), **out.recovered()}
+        counts = told.counts
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
             measured["val_loss"], _ = held_out_loss(held_out, hp.val_rows, state, grid, m, transport, device)
+            out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         report(run, step, measured, flops, times)
-        news = {}
-        if skips.given_up:
+        if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
-            out.diverged(step, skips)
+            out.diverged(step, watch.skips)
         # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
-        save_due = save_due or saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
-        if step == last or stopping or save_due and not skips.streak:
+        news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
+        if step == last or told.stopping or save_due and not watch.skips.streak:
             copies.finish()
-            news, save_due = out.saved(saver.start(step, meta | {"health": {"skips": skips.state()}}, optim.phases(state, plan))), False
-        if stopping:
+            news, save_due = out.saved(saver.start(step, meta | {"health": watch.state()}, optim.phases(state, plan))), False
+        if told.stopping:
             break
     out.progress(step, "checkpoint")
     if error := out.saved(final := saver.wait()).get("ckpt_error"):
         raise checkpoint.NotSaved(f"the last checkpoint of this run is missing: {error}, then run again to resume")
     out.log(f"checkpoint {final.path}"
-            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if stopping else ""))
+            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if told.stopping else ""))
     out.progress(step, "done" if step == hp.steps else "stopped")
-    return bool(stopping) and step < last
+    return told.stopping and step < last
+
+
+class Told(NamedTuple):
+    """What every rank knows once a step's backward pass is over."""
+
+    loss: float  # nats per target
+    grad_norm: float
+    suspects: list[int]  # ranks where something that is bad would come from
+    digest: int  # of the rows that were read
+    node_parts: np.ndarray  # [nodes] squared norms of the parts of the gradient that are summed up in a node
+    parts_squared: float  # squared norm of their sum
+    counts: np.ndarray  # [world, 2]: targets and tokens of the next step
+    stopping: bool  # some rank was told to stop
+    saving: bool  # someone wants a checkpoint
+
+
+def tell(sums: tuple[Tensor, Tensor], state: State, targets: float, batch: list[DeviceRow], next_batch: list[DeviceRow],
+         stopping: bool, saving: bool, grid: Grid, device) -> Told:
+    """The small collective at the end of a step. sums: what schedule returned; targets: of this step, of all ranks."""
+    zero = torch.zeros_like(sums[0])
+    parts = state.node_squared or {}
+    measured = torch.stack([*sums, state.token_squared, sum(parts.values(), zero), sum((state.squared[name] for name in parts), zero)])
+    digest = functools.reduce(operator.xor, (row.digest for row in batch), 0)
+    mine = [*measured.tolist(), digest, count_targets(next_batch), count_tokens(next_batch), stopping, saving]
+    numbers = exchange(mine, grid, device)
+    loss, squared, token_squared, node_part, parts_squared, digests, _, _, stopping, saving = numbers.T
+    return Told(loss.sum() / max(targets, 1), math.sqrt(squared.sum() / grid.R), health.suspects(loss, np.sqrt(token_squared), squared),
+                functools.reduce(operator.xor, digests.astype(np.int64).tolist()), node_part.reshape(-1, grid.E).sum(1),
+                parts_squared.sum() / grid.R, numbers[:, 6:8], bool(stopping.any()), bool(saving.any()))
+
+
+class Watch:
+    """Looks after a run (health.py): what each part of it knows goes into the checkpoint, and comes back as `known`."""
+
+    def __init__(self, run: Run, state: State, known: dict, fresh: bool):
+        """Checks the state as it is at the start."""
+        hp, self.run, self.tensors, self.fresh = run.hp, run, state, fresh
+        self.skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
+        self.repeats = health.Repeats(hp.rows_per_step, len(run.rows), known.get("rows"))
+        self.noise = health.Noise(known.get("noise"))
+        self.moves = health.Moves(state, run.grid, run.m) if hp.lr and hp.check_every else None
+        if hp.check_every:
+            health.check_state(state, run.grid, run.m)
+
+    def state(self) -> dict:
+        return {"skips": self.skips.state(), "rows": self.repeats.state(), "noise": self.noise.state()}
+
+    def measures_noise(self, step: int) -> bool:
+        hp, grid = self.run.hp, self.run.grid
+        return bool(hp.noise_every) and step % hp.noise_every == 0 and grid.N * grid.R > 1
+
+    def step_ends(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
+        """Checks what can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
+        hp, m, grid, out = self.run.hp, self.run.m, self.run.grid, self.run.out
+        if problem := (health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k) or self.repeats.problem(step, told.digest)):
+            raise health.CheckFailed(problem)
+        if skipped:
+            out.warn(f"step {step} is skipped, {len(self.skips.streak)} in a row: {skipped}")
+            return {"skipped": self.skips.total, "skipped_why": skipped, "rows_digest": told.digest}
+        if self.fresh and step == 1:
+            out.warn(health.loss_warning(told.loss, m.vocab))
+        if self.moves:
+            self.moves.accepted()
+        if hp.check_every and step % hp.check_every == 0:
+            health.check_state(self.tensors, grid, m)
+        if self.measures_noise(step - 1):
+            self.noise.add(told.node_parts, told.parts_squared, counts[:, 0].reshape(-1, grid.E).sum(1))
+        return {"skipped": self.skips.total, "noise_tokens": self.noise.tokens(), "rows_digest": told.digest}
+
+
+class Clock:
+    """Times and bytes of a step, as metrics."""
+
+    def __init__(self, device: torch.device):
+        self.start, self.waited_s, self.waited, self.sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        self.on_host = device.type == "cpu"
+
+    def update_begins(self):
+        self.update = time.perf_counter()
+
+    def step_ends(self, times: list[float]) -> dict:
+        """Also puts the step's seconds at the end of times."""
+        now = time.perf_counter()
+        times.append(now - self.start)
+        return {"step_s": times[-1], "optimizer_s": now - self.update if self.on_host else None,
+                # where wait() returns at once, the time in it says nothing
+                "exposed_comm_s": WIRE.waited_s - self.waited_s if self.on_host else None,
+                "exposed_s": dict(WIRE.waited - self.waited) if self.on_host else None,
+                "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
 def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
@@ -847,6 +959,17 @@ def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[flo
     if end_of_job and time.time() + needs_s > end_of_job:
         return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
     return stop.requested
+
+
+def load_of(balance: Balance, grid: Grid) -> dict:
+    """Load of each layer's experts, largest over mean; how many experts got no token; the same of the ranks of a node (all nodes
+    together), the mean over layers: with E ranks up to E. And the losses that push the load, where there are any."""
+    counts_LX, (aux, z) = balance.counts_LX.cpu(), balance.losses()
+    ranks_LE = counts_LX.unflatten(1, (grid.E, -1)).sum(-1)
+    even = counts_LX.mean(1).clamp(min=1e-9)
+    return {"expert_load": [round(x, 4) for x in (counts_LX.amax(1) / even).tolist()], "dead_experts": int((counts_LX == 0).sum()),
+            "rank_load": round(float((ranks_LE.amax(1) / ranks_LE.mean(1).clamp(min=1e-9)).mean()), 4),
+            **({"aux_loss": aux} if balance.aux else {}), **({"z_loss": z} if balance.z else {})}
 
 
 def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):

@@ -25,11 +25,16 @@ def main(argv):
     def faulty(*args):
         loss, dx, *rest = head_loss(*args)
         for fault, steps in faults.items():
-            if args[5] and where.rank == where.world - 1 and step[0] in steps:
+            if fault != "rewound" and args[5] and where.rank == where.world - 1 and step[0] in steps:
                 dx, loss = GRADIENT.get(fault, lambda x: x)(dx), loss * (torch.nan if fault == "loss" else 1)
         return loss, dx, *rest
 
+    def rewound(step, *args, rows_of_step=train.rows_of_step):
+        return rows_of_step(step - faults["rewound"], *args)
+
     optim.learning_rate, train.head_loss = noted, faulty
+    if faults.get("rewound"):  # so many steps back
+        train.rows_of_step = rewound
     return train.main(argv[1:])
 
 
