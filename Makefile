@@ -6,20 +6,23 @@
 # ("Error 75": stopped on request after a checkpoint, run again to continue).
 
 VENV ?= .venv
-SI.PHONY: help venv train test check bench planE ?= debug
+SI.PHONY: help venv train test check smoke lr-find study bench planE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv train test check bench plan plan-ladder eval sample clean
+.PHONY: help venv train test check smoke lr-find study bench plan plan-ladder eval sample clean
 
 help:
-	@echo 'make train    [SI.PHONY: help venv train test check bench planE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
-	@echo 'make plan     NODES=n [SI.PHONY: help venv train test check bench planE=1t] [ARGS="--offload_state=True ..."]  dry run: does it fit, how fast, what limits it'
+	@echo 'make train    [SI.PHONY: help venv train test check smoke lr-find study bench planE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
+	@echo 'make plan     NODES=n [SI.PHONY: help venv train test check smoke lr-find study bench planE=1t] [ARGS="--offload_state=True ..."]  dry run: does it fit, how fast, what limits it'
 	@echo 'make plan-ladder                        dry run beside published figures'
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make check    [ARGS="--size=1t ..."]    what must hold in every layout, before a run (a minute)'
+	@echo 'make smoke    [ARGS=--record]           50 steps, bit for bit as recorded in tests/smoke.json'
+	@echo 'make lr-find  [ARGS="--optimizer=..."]  a learning rate to start from: table, plot, suggestion'
+	@echo 'make study                              optimizers and routing compared, with error bars (20 minutes)'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
 	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
@@ -39,7 +42,7 @@ $(STAMP): requirements.txt
 
 train: $(STAMP)
 	exec $(PY) launch.py $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) -- \
-	  train.py --size=$(SI.PHONY: help venv train test check bench planE) $(ARGS)
+	  train.py --size=$(SI.PHONY: help venv train test check smoke lr-find study bench planE) $(ARGS)
 
 test: $(STAMP)
 	exec $(PY) -m pytest $(ARGS)
@@ -47,12 +50,21 @@ test: $(STAMP)
 check: $(STAMP)
 	exec $(PY) check.py $(ARGS)
 
+smoke: $(STAMP)
+	exec $(PY) tests/smoke.py $(ARGS)
+
+lr-find: $(STAMP)
+	exec $(PY) lr_find.py $(if $(NODES),--nodes=$(NODES)) $(if $(RANKS),--ranks-per-node=$(RANKS)) --size=$(SIZE) $(ARGS)
+
+study: $(STAMP)
+	exec $(PY) tests/study.py $(ARGS)
+
 bench: $(STAMP)
 	exec $(PY) bench.py $(ARGS)
 
-plan: SI.PHONY: help venv train test check bench planE = 1t
+plan: SI.PHONY: help venv train test check smoke lr-find study bench planE = 1t
 plan: $(STAMP)
-	exec $(PY) plan.py --nodes $(or $(NODES),96) --size $(SI.PHONY: help venv train test check bench planE) $(ARGS)
+	exec $(PY) plan.py --nodes $(or $(NODES),96) --size $(SI.PHONY: help venv train test check smoke lr-find study bench planE) $(ARGS)
 
 plan-ladder: $(STAMP)
 	exec $(PY) plan.py --ladder $(ARGS)

@@ -49,18 +49,20 @@ SOPHIA_BETAS, SOPHIA_GAMMA, SOPHIA_EPS = (0.96, 0.99), 0.05, 1e-12  # Liu et al.
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, final: float, decay: float = 0.2) -> float:
     """Rate of step 0, 1, ...: linear warmup; then constant; or a cosine down to final * lr at the last step; or wsd (warmup,
-    stable, decay; Hu et al. 2024): constant, and over the last `decay` of the steps a line down to final * lr."""
+    stable, decay; Hu et al. 2024): constant, and over the last `decay` of the steps a line down to final * lr. ramp: exponentially from final * lr to lr (lr_find.py)."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
+    if schedule == "ramp":
+        return lr * final ** (1 - step / max(1, steps - 1))
     if schedule == "wsd":
         length = max(1, min(round(decay * steps), steps - warmup))
         return lr * (1 - (1 - final) * min(1.0, max(0, step - (steps - 1 - length)) / length))
     if schedule == "cosine":
         progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
         return lr * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
-    raise ConfigError(f"--schedule={schedule}: unknown; use cosine, constant or wsd")
+    raise ConfigError(f"--schedule={schedule}: unknown; use cosine, constant, wsd or ramp")
 
 
 def scaled_rate(lr: float, rule: str, tokens: int, reference: int) -> float:

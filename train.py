@@ -87,7 +87,7 @@ class Hyperparameters:
     curvature_every: int = 10  # sophiag: steps between estimates of the curvature, each as dear as a step
     lr: float = 3e-3  # peak; Muon's update is scaled so that both share it
     warmup: int = 20  # steps of linear warmup
-    schedule: str = "cosine"  # cosine | constant | wsd (warmup, constant, a straight decay)
+    schedule: str = "cosine"  # cosine | constant | wsd (warmup, constant, a straight decay) | ramp (of lr_find.py)
     final_lr: float = 0.05  # end of the cosine or the decay, as a fraction of lr
     decay: float = 0.2  # of the steps: length of wsd's decay
     lr_scaling: str = "none"  # none | sqrt | linear: lr is that of lr_batch tokens per step, and is scaled to this run's
@@ -401,7 +401,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                                                                  if hp.rows_per_rank else ""))
     for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
-                          "optimizer": tuple(optim.OPTIMIZERS), "schedule": ("cosine", "constant", "wsd"),
+                          "optimizer": tuple(optim.OPTIMIZERS), "schedule": ("cosine", "constant", "wsd", "ramp"),
                           "newton_schulz": tuple(optim.NEWTON_SCHULZ), "lr_scaling": ("none", "sqrt", "linear"),
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:

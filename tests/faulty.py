@@ -25,7 +25,7 @@ def main(argv):
     def faulty(*args):
         loss, dx, *rest = head_loss(*args)
         for fault, steps in faults.items():
-            if fault != "rewound" and args[5] and where.rank == where.world - 1 and step[0] in steps:
+            if fault in ("loss", *GRADIENT) and args[5] and where.rank == where.world - 1 and step[0] in steps:
                 dx, loss = GRADIENT.get(fault, lambda x: x)(dx), loss * (torch.nan if fault == "loss" else 1)
         return loss, dx, *rest
 
@@ -33,6 +33,15 @@ def main(argv):
         return rows_of_step(step - faults["rewound"], *args)
 
     optim.learning_rate, train.head_loss = noted, faulty
+    if faults.get("flip"):  # the last bit of one initial weight of rank 0
+        init_state = train.init_state
+
+        def flipped(*args):
+            state = init_state(*args)
+            state.master["layers.1.gate_up"].view(torch.int32).view(-1)[1234] ^= int(where.rank == 0)
+            return state
+
+        train.init_state = flipped
     if faults.get("rewound"):  # so many steps back
         train.rows_of_step = rewound
     return train.main(argv[1:])

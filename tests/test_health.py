@@ -10,6 +10,7 @@ import numpy as np
 import optim
 import parallel
 import pytest
+import smoke
 import torch
 from health import CheckFailed, Moves, Noise, Repeats, Skips, suspects
 from launch import EXIT_DIVERGED, EXIT_UNHEALTHY
@@ -290,6 +291,13 @@ def test_a_mask_that_lets_the_future_through_is_found(monkeypatch):
     assert check.isolation_problem(m) == check.state_problem(m) == ""
     monkeypatch.setattr(model, "query_blocks", lambda bounds: [(0, 0, bounds[-1])])  # one document
     assert "a changed token changes a loss in another document" in check.isolation_problem(m)
+
+
+def test_smoke_is_bit_exact_and_finds_one_bit_of_one_initial_weight():
+    runs = [smoke.measure(3, ("tests/faulty.py", json.dumps(faults)))[1] for faults in ({}, {}, {"flip": 1})]
+    assert smoke.difference(runs[0], runs[1]) == ""
+    assert "should be" in smoke.difference(runs[0], runs[2]) or "weights or moments" in smoke.difference(runs[0], runs[2])
+    assert "tracked peak memory" in smoke.difference(runs[0], runs[0] | {"peak_bytes": 1})
 
 
 # ------------------------------------------------------------------------------------------------------------------
