@@ -97,16 +97,17 @@ def differences(reference: dict, found: dict, layout: str) -> list[str]:
     """What is not equal: loss of the first step (1e-6), every gradient (1e-4 of its norm), losses of later steps (1e-4)."""
     wrong = []
     if not math.isclose(reference["losses"][0], found["losses"][0], rel_tol=1e-6):
-        wrong.append(f"{layout}: the first loss is {found['losses'][0]:.7f}, on one rank {reference['losses'][0]:.7f}: is it summed over all "
-                     "ranks and divided by the targets of all?")
+        wrong.append(f"{layout}: the first loss is {found['losses'][0]:.7f}, on one rank {reference['losses'][0]:.7f}: is it summed "
+                     "over all ranks and divided by the targets of all?")
     off = {}
     for name, (norm, product) in reference["gradients"].items():
         error = max(abs(found["gradients"][name][0] - norm), abs(found["gradients"][name][1] - product)) / max(norm, 1e-30)
         off |= {name: error} if not error <= 1e-4 else {}
     if off:
         worst = max(off, key=off.get)
-        wrong.append(f"{layout}: gradients of {len(off)} of {len(reference['gradients'])} parameters differ from those of one rank, most that of "
-                     f"{worst} by {off[worst]:.1%}: a sum over the {layout.split()[-1]} is left out, made twice, or divided by another count")
+        wrong.append(f"{layout}: gradients of {len(off)} of {len(reference['gradients'])} parameters differ from those of one rank, "
+                     f"most that of {worst} by {off[worst]:.1%}: a sum over the {layout.split()[-1]} is left out, made twice, or "
+                     "divided by another count")
     elif not np.allclose(reference["losses"], found["losses"], rtol=1e-4):
         wrong.append(f"{layout}: the losses {found['losses']} are not those of one rank, {reference['losses']}: updates differ")
     return wrong
@@ -120,7 +121,8 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
                 "--part", f"{out}/found.json", str(replicas), *settings]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{nodes} x {ranks} ranks ended with code {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+            raise RuntimeError(f"{nodes} x {ranks} ranks ended with code {done.returncode}:\n{done.stdout[-1000:]}"
+                               f"{done.stderr[-2000:]}")
         return json.loads(Path(out, "found.json").read_text())
 
 
@@ -163,7 +165,8 @@ def isolation_problem(m: Model) -> str:
         a, b = (float(train.schedule([train.DeviceRow(x, targets, segments, 1)], state, grid, m, wire, train=False)[0])
                 for x in (row.tokens_T, changed))
         if (where == "after it") == math.isclose(a, b, rel_tol=1e-6):
-            return f"a changed token changes {'nothing' if where == 'after it' else 'a loss'} {where}: is attention causal inside each document?"
+            what = "nothing" if where == "after it" else "a loss"
+            return f"a changed token changes {what} {where}: is attention causal inside each document?"
     return ""
 
 
@@ -190,7 +193,8 @@ def main(argv: list[str]) -> int:
 
     def check(what: str, found: list[str]):
         failures.extend(found)
-        print(f"{'FAILED' if found else 'ok':<8}{what}  {time.perf_counter() - began:.0f} s", *found, sep="\n        ", flush=True)
+        result = f"{'FAILED' if found else 'ok':<8}{what}  {time.perf_counter() - began:.0f} s"
+        print(result, *found, sep="\n        ", flush=True)
 
     for what, problem in {f"RoPE at position {real.seq_len - 1:,} against fp64": lambda: health.rope_problem(real, CPU),
                           "a token is seen after it, in its document": lambda: isolation_problem(m),

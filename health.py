@@ -37,15 +37,16 @@ class CheckFailed(RuntimeError):
 # ------------------------------------------------------------------------------------------------------------------
 
 JUDGED_AFTER = 20  # accepted steps; before, only what is not finite is skipped
-NORM_FLOOR, LOSS_FLOOR = 0.1, 0.02  # least spread, as a fraction of the median: a quiet stretch must not make the next step an outlier
+# least deviation, of a norm as a factor (1.1), of a loss as a part of the median: after a quiet stretch the next is no outlier yet
+NORM_FLOOR, LOSS_FLOOR = 0.1, 0.02
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
 
 def upper_limit(values: list[float], sigma: float, floor: float) -> float:
-    """Median and `sigma` standard deviations, these by the median absolute deviation: half of the values may be anything."""
+    """Median and `sigma` standard deviations, these by the median absolute deviation: half of the values may be anything. floor:
+    the least deviation."""
     middle = median(values)
-    spread = MAD_TO_SIGMA * median(abs(value - middle) for value in values)
-    return middle + sigma * max(spread, floor * abs(middle))
+    return middle + sigma * max(MAD_TO_SIGMA * median(abs(value - middle) for value in values), floor)
 
 
 class Skips:
@@ -69,7 +70,9 @@ class Skips:
         if not self.sigma or len(self.accepted) < min(JUDGED_AFTER, self.accepted.maxlen):
             return math.inf, math.inf
         norms, losses = zip(*self.accepted)
-        return upper_limit(norms, self.sigma, NORM_FLOOR), upper_limit(losses, self.sigma, LOSS_FLOOR)
+        # norms spread by factors: of a batch of few documents one in a hundred healthy ones is four times the median
+        log_limit = upper_limit([math.log(max(norm, 1e-30)) for norm in norms], self.sigma, NORM_FLOOR)
+        return math.exp(min(log_limit, 700.0)), upper_limit(losses, self.sigma, LOSS_FLOOR * median(losses))
 
     def judge(self, step: int, loss: float, grad_norm: float, ranks: list[int]) -> str:
         """Why this step is skipped, or "" and it is accepted. ranks: where a cause would lie (see suspects)."""
@@ -155,7 +158,8 @@ def type_problem(state: State) -> str:
     tensors = {f"{name}/{kind}": x for name, master in state.master.items()
                for kind, x in {"master": master, **state.moments[name]}.items()}
     wrong = [f"{name} is {x.dtype}" for name, x in tensors.items() if x.dtype != torch.float32]
-    return f"masters and moments must be float32, but {wrong[0]} (one of {len(wrong)}): small updates would be lost" if wrong else ""
+    return (f"masters and moments must be float32, but {wrong[0]} (one of {len(wrong)}): small updates would be lost" if wrong
+            else "")
 
 
 def rope_problem(m: Model, device: torch.device) -> str:
@@ -199,13 +203,14 @@ def shard_problem(held: list[dict[str, str]], grid: Grid) -> str:
             place, value = rank % grid.shard.size, mine[kind]
             if kind == "bias":
                 if value != held[0][kind]:
-                    return f"the router's selection bias of rank {rank} is not that of rank 0: counts were not the same on all ranks"
+                    return (f"the router's selection bias of rank {rank} is not that of rank 0: counts were not the same on all "
+                            "ranks")
             elif value != held[place][kind]:
                 return (f"a replica has drifted: rank {rank} owns the same part of {kind} as rank {place}, but holds other values; "
                         "resume from the last checkpoint, and suspect that rank's device")
             elif rank < grid.shard.size and value and value in owner:
-                return (f"ranks {owner[value]} and {rank} own different parts of {kind}, but hold the same values: was each initialised "
-                        "as if it were the first?")
+                return (f"ranks {owner[value]} and {rank} own different parts of {kind}, but hold the same values: was each "
+                        "initialised as if it were the first?")
             owner.setdefault(value, rank)
     return ""
 
@@ -252,8 +257,8 @@ class Moves:
         everywhere = exchange(moved, self.grid, self.state.bias_LX.device).max(0)
         self.before = {}
         if still := [name for name, x in zip(self.names, everywhere) if not x]:
-            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} steps: no "
-                              "gradient arrives, or updates are rounded away")
+            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} steps: "
+                              "no gradient arrives, or updates are rounded away")
 
 
 class Repeats:
@@ -290,15 +295,15 @@ def count_problem(counts_LX: Tensor, tokens: float, top_k: int) -> str:
 def loss_warning(loss: float, vocab: int) -> str:
     """Of the first step of a new model, whose guess is as good as chance."""
     return "" if abs(loss - math.log(vocab)) < 0.25 else (
-        f"the first loss is {loss:.3f}, that of a guess among {vocab} tokens is ln {vocab} = {math.log(vocab):.3f}: is it divided by the "
-        "number of targets of all ranks, and are the initial weights right?")
+        f"the first loss is {loss:.3f}, that of a guess among {vocab} tokens is ln {vocab} = {math.log(vocab):.3f}: is it divided by "
+        "the number of targets of all ranks, and are the initial weights right?")
 
 
 def chance_warning(loss: float, val_loss: float, vocab: int) -> str:
     chance = math.log(vocab)
     return "" if val_loss < chance - 0.1 or loss > chance - 0.5 else (
-        f"the held-out loss {val_loss:.3f} is still that of a guess ({chance:.3f}), while the training loss has fallen to {loss:.3f}: are the "
-        "held-out rows of the same text and tokenizer, and does training see its targets?")
+        f"the held-out loss {val_loss:.3f} is still that of a guess ({chance:.3f}), while the training loss has fallen to {loss:.3f}: "
+        "are the held-out rows of the same text and tokenizer, and does training see its targets?")
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
     if not 0 < low < high < math.inf:
         raise ConfigError(f"--from={low:g} --to={high:g}: give two rates above 0, the larger last")
     out = Path("out") / RUN
-    argv = [sys.executable, HERE / "launch.py", *(f"--{name}={options[name]}" for name in ("nodes", "ranks-per-node") if name in options), "--",
-            HERE / "train.py", "--steps=100", "--val_every=0", *settings, f"--run={RUN}", "--resume=never", "--schedule=ramp", "--warmup=0",
-            f"--lr={high:g}", f"--final_lr={low / high:g}", "--ckpt_every=0", "--skip_sigma=0", "--max_skips=3", "--wandb=off"]
+    ranks = [f"--{name}={options[name]}" for name in ("nodes", "ranks-per-node") if name in options]
+    argv = [sys.executable, HERE / "launch.py", *ranks, "--", HERE / "train.py", "--steps=100", "--val_every=0", *settings,
+            f"--run={RUN}", "--resume=never", "--schedule=ramp", "--warmup=0", f"--lr={high:g}", f"--final_lr={low / high:g}", "--ckpt_every=0", "--skip_sigma=0", "--max_skips=3", "--wandb=off"]
     if out.exists():
         shutil.rmtree(out)  # an earlier search
     process, points = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), []
@@ -95,7 +95,7 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
     for line in process.stdout:
         pass
     if process.wait() not in (launch.EXIT_OK, launch.EXIT_STOPPED, launch.EXIT_DIVERGED):
-        raise ConfigError(f"the run ended with code {process.returncode}: {told.strip().splitlines()[-1] if told.strip() else ''}")
+        raise ConfigError(f"the run ended with code {process.returncode}: {(told.strip().splitlines() or [''])[-1]}")
     return points
 
 

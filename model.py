@@ -509,7 +509,8 @@ class Balance:
         """tokens: of all ranks in the step, without padding; aux, z: coefficients of RouterLosses."""
         self.aux, self.z, self.tokens, self.router, self.experts = aux, z, tokens, m.router, m.experts
         # counts; and with losses the summed probabilities and squared logsumexps, for their values
-        self.total_LC = torch.zeros(m.layers, m.experts * (2 if aux or z else 1) + bool(aux or z), dtype=torch.float64, device=device)
+        columns = 2 * m.experts + 1 if aux or z else m.experts
+        self.total_LC = torch.zeros(m.layers, columns, dtype=torch.float64, device=device)
         self.share_LX: Tensor | None = None
 
     def logits(self, layer: int, real: int | None, first: bool, logits_TX: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ from parallel import (Bucket, Grid, Pending, State, Transport, all_to_all_uneven
 
 # --optimizer: what stands in for the method that OWNERSHIP (parallel.py) names; by default matrices inside the layers are Muon's,
 # the rest is AdamW's
-OPTIMIZERS = {"muon": {}, "mano": {"muon": "mano"}, "adamw": {"muon": "adamw"}, "sophiag": {"muon": "sophiag", "adamw": "sophiag"}}
+OPTIMIZERS = {"muon": {}, "mano": {"muon": "mano"}, "adamw": {"muon": "adamw"},
+              "sophiag": {"muon": "sophiag", "adamw": "sophiag"}}
 MOMENTS = {"muon": ("momentum",), "mano": ("momentum",), "adamw": ("m", "v"), "sophiag": ("m", "h")}
 WHOLE = ("muon", "mano")  # these need whole matrices
 
@@ -49,7 +50,8 @@ SOPHIA_BETAS, SOPHIA_GAMMA, SOPHIA_EPS = (0.96, 0.99), 0.05, 1e-12  # Liu et al.
 
 def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, final: float, decay: float = 0.2) -> float:
     """Rate of step 0, 1, ...: linear warmup; then constant; or a cosine down to final * lr at the last step; or wsd (warmup,
-    stable, decay; Hu et al. 2024): constant, and over the last `decay` of the steps a line down to final * lr. ramp: exponentially from final * lr to lr (lr_find.py)."""
+    stable, decay; Hu et al. 2024): constant, and over the last `decay` of the steps a line down to final * lr. ramp: exponentially from
+    final * lr to lr (lr_find.py)."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
@@ -88,8 +90,8 @@ def kind_of(bucket: Bucket, optimizer: str) -> str:
         raise ConfigError(f"--optimizer={optimizer}: unknown; use one of {', '.join(OPTIMIZERS)}")
     kind = OPTIMIZERS[optimizer].get(bucket.rule.optimizer, bucket.rule.optimizer)
     if kind in WHOLE and (vectors := [name for name, shape in bucket.params if len(shape) != 2]):
-        raise ConfigError(f"OWNERSHIP gives {bucket.name} to {kind.capitalize()}, which takes matrices only, and {', '.join(vectors)} are none; "
-                          "give them to adamw")
+        raise ConfigError(f"OWNERSHIP gives {bucket.name} to {kind.capitalize()}, which takes matrices only, and {', '.join(vectors)} "
+                          "are none; give them to adamw")
     return kind
 
 

@@ -94,7 +94,7 @@ class Hyperparameters:
     lr_batch: int = 0  # tokens per step for which lr was found
     weight_decay: float = 0.1  # decoupled, on matrices
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
-    skip_sigma: float = 10.0  # skip a step whose loss or gradient norm is so many deviations above the accepted ones' median;
+    skip_sigma: float = 12.0  # skip a step whose loss or log gradient norm is so many deviations above the accepted ones' median;
     # 0: only one that is not finite
     skip_window: int = 128  # accepted steps that a step is compared with
     max_skips: int = 20  # skipped steps in a row that end the run
@@ -103,7 +103,8 @@ class Hyperparameters:
     aux_loss: float = 0.0  # coefficient of the auxiliary loss that evens out the load, e.g. 1e-3; 0: none
     z_loss: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, e.g. 1e-4; 0: none
     # checks and measurements
-    check_every: int = 500  # steps between checks of the state: types, shards distinct, replicas equal (also at the start); 0: never
+    check_every: int = 500  # steps between checks of the state (also at the start): types, shards distinct, replicas equal; 0:
+    # never
     noise_every: int = 10  # steps between measurements of the gradient noise scale, with two nodes or more; 0: never
     # evaluation, checkpoints, output
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
@@ -255,7 +256,8 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         x = [] if recorded else inputs.take()
         inputs.fetch_ahead(i - 1)
         for b in range(len(rows)):
-            graph = recorded.pop(0) if recorded else Recorded(functools.partial(layer, i, b, routes[i][b]), x.pop(0), w, forget=False)
+            graph = recorded.pop(0) if recorded else Recorded(functools.partial(layer, i, b, routes[i][b]), x.pop(0), w,
+                                                              forget=False)
             dx[b], dw = graph.backward(dx[b], w)
             accumulate(grads, dw)
             del graph, dw
@@ -582,12 +584,13 @@ class Output:
         if self.active:
             place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
             self.progress(step, "diverged")
-        raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} names them, "
-                              "and the checkpoints from before")
+        raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} "
+                              "names them, and the checkpoints from before")
 
     def metrics(self, values: dict):
         if self.active:
-            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}  # JSON has no NaN
+            # JSON has no NaN
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
@@ -696,8 +699,8 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
 
 
 def start_state(hp: Hyperparameters, m: Model, grid: Grid, device, fingerprint: str, out: Output) -> tuple[State, int, dict]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run, and what judges the steps knew. With --resume=auto the newest that is as it
-    was written; those that are not are set aside, once a good one has been found."""
+    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run, and what watched over the steps before. With
+    --resume=auto the newest that is as it was written; those that are not are set aside, once a good one has been found."""
     root = out.path / "ckpt"
 
     def choose() -> list[str]:
@@ -827,8 +830,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
                 state.grad.clear()
             else:
-                optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(told.grad_norm, hp.clip), step,
-                             transport, chunk=hp.stream_chunk)
+                optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(told.grad_norm, hp.clip),
+                             step, transport, chunk=hp.stream_chunk)
                 if hp.bias_rate and m.router == "sigmoid":
                     move_bias(state.bias_LX, balance.counts_LX, hp.bias_rate)
 
@@ -854,13 +857,18 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             news, save_due = out.saved(saver.start(step, meta | {"health": watch.state()}, optim.phases(state, plan))), False
         if told.stopping:
             break
+    why = f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if told.stopping else ""
+    finish(out, saver, step, why)
+    return told.stopping and step < last
+
+
+def finish(out: Output, saver: checkpoint.Saver, step: int, why: str):
+    """Waits for the last checkpoint; raises NotSaved if there is none."""
     out.progress(step, "checkpoint")
     if error := out.saved(final := saver.wait()).get("ckpt_error"):
         raise checkpoint.NotSaved(f"the last checkpoint of this run is missing: {error}, then run again to resume")
-    out.log(f"checkpoint {final.path}"
-            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if told.stopping else ""))
-    out.progress(step, "done" if step == hp.steps else "stopped")
-    return told.stopping and step < last
+    out.log(f"checkpoint {final.path}{why}")
+    out.progress(step, "done" if step == out.hp.steps else "stopped")
 
 
 class Told(NamedTuple):
@@ -882,12 +890,14 @@ def tell(sums: tuple[Tensor, Tensor], state: State, targets: float, batch: list[
     """The small collective at the end of a step. sums: what schedule returned; targets: of this step, of all ranks."""
     zero = torch.zeros_like(sums[0])
     parts = state.node_squared or {}
-    measured = torch.stack([*sums, state.token_squared, sum(parts.values(), zero), sum((state.squared[name] for name in parts), zero)])
+    summed = sum((state.squared[name] for name in parts), zero)
+    measured = torch.stack([*sums, state.token_squared, sum(parts.values(), zero), summed])
     digest = functools.reduce(operator.xor, (row.digest for row in batch), 0)
     mine = [*measured.tolist(), digest, count_targets(next_batch), count_tokens(next_batch), stopping, saving]
     numbers = exchange(mine, grid, device)
     loss, squared, token_squared, node_part, parts_squared, digests, _, _, stopping, saving = numbers.T
-    return Told(loss.sum() / max(targets, 1), math.sqrt(squared.sum() / grid.R), health.suspects(loss, np.sqrt(token_squared), squared),
+    suspects = health.suspects(loss, np.sqrt(token_squared), squared)
+    return Told(loss.sum() / max(targets, 1), math.sqrt(squared.sum() / grid.R), suspects,
                 functools.reduce(operator.xor, digests.astype(np.int64).tolist()), node_part.reshape(-1, grid.E).sum(1),
                 parts_squared.sum() / grid.R, numbers[:, 6:8], bool(stopping.any()), bool(saving.any()))
 
@@ -915,7 +925,8 @@ class Watch:
     def step_ends(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
         """Checks what can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
         hp, m, grid, out = self.run.hp, self.run.m, self.run.grid, self.run.out
-        if problem := (health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k) or self.repeats.problem(step, told.digest)):
+        problem = health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k)
+        if problem := problem or self.repeats.problem(step, told.digest):
             raise health.CheckFailed(problem)
         if skipped:
             out.warn(f"step {step} is skipped, {len(self.skips.streak)} in a row: {skipped}")
@@ -935,7 +946,8 @@ class Clock:
     """Times and bytes of a step, as metrics."""
 
     def __init__(self, device: torch.device):
-        self.start, self.waited_s, self.waited, self.sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        self.waited_s, self.waited, self.sent = WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        self.start = time.perf_counter()
         self.on_host = device.type == "cpu"
 
     def update_begins(self):
@@ -967,7 +979,8 @@ def load_of(balance: Balance, grid: Grid) -> dict:
     counts_LX, (aux, z) = balance.counts_LX.cpu(), balance.losses()
     ranks_LE = counts_LX.unflatten(1, (grid.E, -1)).sum(-1)
     even = counts_LX.mean(1).clamp(min=1e-9)
-    return {"expert_load": [round(x, 4) for x in (counts_LX.amax(1) / even).tolist()], "dead_experts": int((counts_LX == 0).sum()),
+    return {"expert_load": [round(x, 4) for x in (counts_LX.amax(1) / even).tolist()],
+            "dead_experts": int((counts_LX == 0).sum()),
             "rank_load": round(float((ranks_LE.amax(1) / ranks_LE.mean(1).clamp(min=1e-9)).mean()), 4),
             **({"aux_loss": aux} if balance.aux else {}), **({"z_loss": z} if balance.z else {})}
 

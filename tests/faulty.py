@@ -1,4 +1,6 @@
-"""train.py with faults planted: python launch.py ... -- tests/faulty.py JSON --run=... . JSON: fault -> steps at which it strikes rank 1."""
+"""train.py with faults planted: python launch.py ... -- tests/faulty.py JSON --run=...
+
+JSON: a fault of the last rank -> the steps at which it strikes; or flip or rewound, see below."""
 
 import json
 import sys
@@ -11,7 +13,8 @@ import optim  # noqa: E402
 import torch  # noqa: E402
 import train  # noqa: E402
 
-GRADIENT = {"nan": lambda dx: dx * torch.nan, "inf": lambda dx: dx.index_fill(0, torch.tensor(0), torch.inf), "spike": lambda dx: dx * 1000}
+GRADIENT = {"nan": lambda dx: dx * torch.nan, "inf": lambda dx: dx.index_fill(0, torch.tensor(0), torch.inf),
+            "spike": lambda dx: dx * 1000}
 
 
 def main(argv):

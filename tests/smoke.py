@@ -25,7 +25,8 @@ SETTINGS = ["--size=debug", "--seq_len=128", "--router=sigmoid", "--warmup=5", "
 def processor() -> str:
     """Its model, as the system names it; results depend on its vector units."""
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 

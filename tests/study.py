@@ -26,8 +26,8 @@ import lr_find  # noqa: E402
 
 OPTIMIZERS = ("muon", "adamw", "mano")
 ROUTING = (1, 2, 4)  # max_per_group; top_k is 4, over 4 groups
-MODEL = ["--layers=2", "--width=128", "--heads=4", "--kv_heads=2", "--head_dim=32", "--expert_width=64", "--seq_len=256", "--rows_per_rank=2",
-         "--val_rows=16", "--wandb=off", "--check_every=0", "--track_memory=0", "--warmup=10"]
+MODEL = ["--layers=2", "--width=128", "--heads=4", "--kv_heads=2", "--head_dim=32", "--expert_width=64", "--seq_len=256",
+         "--rows_per_rank=2", "--val_rows=16", "--wandb=off", "--check_every=0", "--track_memory=0", "--warmup=10"]
 RANKS = 2  # of one node
 
 
@@ -49,7 +49,8 @@ def run(steps: int, *settings: str) -> dict:
 
 def found_rate(optimizer: str, steps: int) -> float:
     """The best of three around what the finder suggests, by held-out loss, with a seed that the study does not use."""
-    found = lr_find.suggest(lr_find.ramp({"from": 1e-4, "to": 1, "ranks-per-node": RANKS}, [*MODEL, f"--optimizer={optimizer}"], say=lambda line: None))
+    points = lr_find.ramp({"from": 1e-4, "to": 1, "ranks-per-node": RANKS}, [*MODEL, f"--optimizer={optimizer}"], say=lambda _: None)
+    found = lr_find.suggest(points)
     rates = [found[0] * factor for factor in (0.5, 1.0, 2.0)]
     losses = {lr: run(steps, f"--optimizer={optimizer}", f"--lr={lr:g}", "--seed=1000")["held_out"] for lr in rates}
     print(f"{optimizer}: " + ", ".join(f"{lr:.2g} -> {loss:.4f}" for lr, loss in losses.items()), flush=True)
@@ -64,9 +65,11 @@ def with_error(values: list[float], digits: int) -> str:
 def optimizers(names: list[str], seeds: int, steps: int) -> dict[str, float]:
     """Prints the first table; returns the rates."""
     rates = {name: found_rate(name, steps) for name in names}
-    runs = {name: [run(steps, f"--optimizer={name}", f"--lr={rates[name]:g}", f"--seed={seed}") for seed in range(seeds)] for name in names}
+    runs = {name: [run(steps, f"--optimizer={name}", f"--lr={rates[name]:g}", f"--seed={seed}") for seed in range(seeds)]
+            for name in names}
     target = max(r["smoothed"][-1] for found in runs.values() for r in found)
-    print(f"\n| optimizer | lr | steps to {target:.3f} | seconds | seconds per step | held-out loss after {steps} steps |\n|---|---|---|---|---|---|")
+    print(f"\n| optimizer | lr | steps to {target:.3f} | seconds | seconds per step | held-out loss after {steps} steps |")
+    print("|---|---|---|---|---|---|")
     for name, found in runs.items():
         reached = [next(i for i, loss in enumerate(r["smoothed"], 1) if loss <= target) for r in found]
         seconds = [sum(r["step_s"][:n]) for r, n in zip(found, reached)]
@@ -78,12 +81,13 @@ def optimizers(names: list[str], seeds: int, steps: int) -> dict[str, float]:
 
 def routing(limits: list[int], lr: float, seeds: int, steps: int):
     """Prints the second table: each limit without and with the balancing bias."""
-    print(f"\n| max_per_group | router | held-out loss after {steps} steps | busiest rank over mean | busiest expert over mean |\n|---|---|---|---|---|")
+    print(f"\n| max_per_group | router | held-out loss after {steps} steps | busiest rank over mean | busiest expert over mean |")
+    print("|---|---|---|---|---|")
     for limit in limits:
         for router, settings in {"softmax": [], "sigmoid, bias": ["--router=sigmoid"]}.items():
             found = [run(steps, f"--max_per_group={limit}", f"--lr={lr:g}", f"--seed={seed}", *settings) for seed in range(seeds)]
-            print(f"| {limit} | {router} | {with_error([r['held_out'] for r in found], 4)} | {with_error([r['rank_load'] for r in found], 3)} | "
-                  f"{with_error([r['expert_load'] for r in found], 3)} |", flush=True)
+            cells = [with_error([r[key] for r in found], digits) for key, digits in (("held_out", 4), ("rank_load", 3), ("expert_load", 3))]
+            print(f"| {limit} | {router} | {' | '.join(cells)} |", flush=True)
 
 
 def main(argv: list[str]) -> int:

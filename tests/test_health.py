@@ -40,40 +40,40 @@ def test_what_is_not_finite_or_far_above_is_skipped_and_never_enters_the_statist
     disturbed = norms.copy()
     for step, value in {30: math.nan, 60: math.inf, 61: math.nan, 100: 1000.0, 101: 900.0, 250: 40.0}.items():
         disturbed[step - 1] = value
-    skips = Skips(10, 128, 20)
+    skips = Skips(12, 128, 20)
     assert judged(skips, disturbed) == [30, 60, 61, 100, 101, 250]
     assert skips.total == 6 and len(skips.accepted) == 128
     assert set(skips.accepted) <= {(norm, 2.0) for norm in norms}, "a rejected step is in the statistics"
-    assert judged(Skips(10, 128, 20), norms) == []
+    assert judged(Skips(12, 128, 20), norms) == []
     assert judged(Skips(0, 128, 20), disturbed) == [30, 60, 61]
 
 
 def test_a_loss_far_above_is_skipped_too_and_an_early_spike_is_not_judged():
-    skips = Skips(10, 128, 20)
+    skips = Skips(12, 128, 20)
     assert not skips.judge(1, 8.0, 500.0, []), "there is nothing to compare with yet"
     assert judged(skips, healthy(60), 2) == []
     assert "loss 20 above" in skips.judge(62, 20.0, 1.0, [3]) and "loss nan, on rank 3" in skips.judge(63, math.nan, 1.0, [3])
 
 
 def test_a_quiet_stretch_does_not_make_the_next_step_an_outlier():
-    assert judged(Skips(10, 128, 20), [1.0] * 50 + [1.9]) == []
-    assert judged(Skips(10, 128, 20), [1.0] * 50 + [2.1]) == [51]
+    assert judged(Skips(12, 128, 20), [1.0] * 50 + [3.2]) == []
+    assert judged(Skips(12, 128, 20), [1.0] * 50 + [3.4]) == [51]
 
 
 def test_the_first_norm_that_is_not_finite_is_an_alarm_of_its_own():
-    skips = Skips(10, 128, 20)
+    skips = Skips(12, 128, 20)
     first, second = (skips.judge(step, 2.0, math.nan, [1]) for step in (1, 2))
     assert "on rank 1; the first gradient norm of this run that is not finite" in first and "first" not in second
 
 
 def test_a_resumed_run_judges_as_an_uninterrupted_one():
     norms = healthy(200) + [math.nan] * 3 + [1e3] * 2 + healthy(50, 1) + [math.inf] * 4
-    whole = Skips(10, 64, 4)
+    whole = Skips(12, 64, 4)
     want = judged(whole, norms)
     for cut in (10, 100, 202, 204, 257):
-        first = Skips(10, 64, 4)
+        first = Skips(12, 64, 4)
         found = judged(first, norms[:cut])
-        rest = Skips(10, 64, 4, json.loads(json.dumps(first.state())))
+        rest = Skips(12, 64, 4, json.loads(json.dumps(first.state())))
         assert found + judged(rest, norms[cut:], cut + 1) == want and rest.given_up == whole.given_up
         assert rest.accepted == whole.accepted
 

@@ -40,7 +40,8 @@ def test_smoothing_starts_from_the_first_loss():
 
 
 def test_a_search_prints_a_table_and_a_suggestion(here):
-    argv = [sys.executable, ROOT / "lr_find.py", "--from=1e-3", "--to=30", "--ranks-per-node=1", *TINY, "--steps=60", "--optimizer=adamw"]
+    argv = [sys.executable, ROOT / "lr_find.py", "--from=1e-3", "--to=30", "--ranks-per-node=1", *TINY, "--steps=60",
+            "--optimizer=adamw"]
     done = subprocess.run(argv, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done
     found = json.loads((here / "out" / "lr-find" / "lr_find.json").read_text())
@@ -50,7 +51,8 @@ def test_a_search_prints_a_table_and_a_suggestion(here):
     assert lines[0]["lr"] == pytest.approx(1e-3) and lines[1]["lr"] / lines[0]["lr"] == pytest.approx((30 / 1e-3) ** (1 / 59))
 
 
-@pytest.mark.parametrize("args, message", [("--from=2 --to=1", "--from=2 --to=1: give two rates"), ("--stepz=1", "--stepz=1: no such setting")])
+@pytest.mark.parametrize("args, message", [("--from=2 --to=1", "--from=2 --to=1: give two rates"),
+                                           ("--stepz=1", "--stepz=1: no such setting")])
 def test_wrong_settings_are_told_at_once(args, message, capsys):
     with pytest.raises(lr_find.ConfigError, match=message):
         lr_find.main(args.split())

@@ -347,7 +347,8 @@ def test_sophia_equals_a_plain_one_over_twenty_steps():
             assert not state.grad
             for name, (_, _, h) in plain.items():
                 h.mul_(0.99).add_(0.01 * 300.0 * drawn[name] ** 2)
-        grads, lr = {n: g * (0 if n == "embed" else 1e-9 if ".q" in n else 1) for n, g in random_gradients(m, torch.float64).items()}, 0.01 / (step + 1)
+        grads, lr = random_gradients(m, torch.float64), 0.01 / (step + 1)
+        grads = {n: g * (0 if n == "embed" else 1e-9 if ".q" in n else 1) for n, g in grads.items()}
         set_gradients(state, grads, m, grid)
         optim.update(state, grid, plan, "sophiag", lr, 0.1, 0.5, step, PLAIN)
         for name, (value, first, h) in plain.items():

@@ -108,7 +108,8 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
                      wire, chunk=case.get("stream", 0))
         if balance:
             model.move_bias(state.bias_LX, balance.counts_LX, 0.01)
-            case.setdefault("found", {"counts": balance.counts_LX.tolist(), "router_losses": balance.losses(), "bias": state.bias_LX.tolist()})  # of the first step: near-ties flip later
+            case.setdefault("found", {"counts": balance.counts_LX.tolist(), "router_losses": balance.losses(),
+                                      "bias": state.bias_LX.tolist()})  # of the first step: near-ties flip later
         copies.finish()
     return losses, first_norm
 
