@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test soak bench plan plan-ladder eval sample export clean
+.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -21,6 +21,10 @@ help:
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
 	@echo 'make extras                             install what make eval --tasks needs, too (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
+	@echo 'make check    [ARGS="--size=1t ..."]    what must hold in every layout, before a run (a minute)'
+	@echo 'make smoke    [ARGS=--record]           50 steps, bit for bit as recorded in tests/smoke.json'
+	@echo 'make lr-find  [ARGS="--optimizer=..."]  a learning rate to start from: table, plot, suggestion'
+	@echo 'make study                              optimizers and routing compared, with error bars (20 minutes)'
 	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
@@ -48,6 +52,18 @@ test: $(STAMP)
 
 soak: $(STAMP)
 	exec $(PY) tests/soak.py $(ARGS)
+
+check: $(STAMP)
+	exec $(PY) check.py $(ARGS)
+
+smoke: $(STAMP)
+	exec $(PY) tests/smoke.py $(ARGS)
+
+lr-find: $(STAMP)
+	exec $(PY) lr_find.py $(if $(NODES),--nodes=$(NODES)) $(if $(RANKS),--ranks-per-node=$(RANKS)) --size=$(SIZE) $(ARGS)
+
+study: $(STAMP)
+	exec $(PY) tests/study.py $(ARGS)
 
 bench: $(STAMP)
 	exec $(PY) bench.py $(ARGS)

@@ -430,6 +430,7 @@ class Row:
     targets_S: np.ndarray        # int64 [S] next token of the same document, -1 where there is none
     bounds: list[int]            # [0, ..., S] documents inside the row; trailing padding is a segment of its own
     n_real: int                  # tokens that are not padding
+    origin: str = ""             # its corpus, and its number there
 
 
 class Rows:
@@ -468,7 +469,7 @@ class Rows:
         if row[-1] == self._none:
             targets_S[-1] = -1
         targets_S[n_real:] = -1
-        return Row(row[:-1], targets_S, bounds.tolist(), n_real)
+        return Row(row[:-1], targets_S, bounds.tolist(), n_real, f"{self.fingerprint[:16]} {int(r)}")
 
     def read(self, r: int) -> np.ndarray:
         """[S+1]: one read of consecutive bytes. Raises ConfigError where the file ends before."""

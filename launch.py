@@ -39,7 +39,9 @@ if TYPE_CHECKING:  # the command line must start at once, so torch is imported o
     import torch
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+EXIT_UNHEALTHY = 70  # a check found what must not be: the last line of the log names it (EX_SOFTWARE)
 EXIT_NOT_SAVED = 74  # the last checkpoint could not be written, older ones are untouched (EX_IOERR)
+EXIT_DIVERGED = 65  # too many steps in a row were not finite or far off: see out/<run>/diverged.txt (EX_DATAERR)
 EXIT_STOPPED = 75  # stopped on request after a checkpoint: run again to continue (EX_TEMPFAIL of sysexits.h)
 
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid

@@ -468,6 +468,87 @@ class RoutingWeights(Function):
         return dpicked.new_zeros(len(dpicked), ctx.experts).scatter_(1, chosen, dpicked), None, None
 
 
+class RouterLosses(Function):
+    """The logits as they are; backward adds the gradients of two losses, each a mean over all `tokens` of the step and a sum over
+    layers: aux * X * sum over experts of share * probability, share being the part of the step's pairs that the expert got on
+    all ranks (Shazeer et al. 2017, over the global batch as in Qiu et al. 2025, arXiv 2501.11873), and z * logsumexp(logits)^2
+    (Zoph et al. 2022). The shares have no gradient; they are known once every rank has routed, before any backward pass."""
+
+    @staticmethod
+    def forward(ctx, logits_TX, balance, layer, real):
+        ctx.save_for_backward(logits_TX)
+        ctx.balance, ctx.layer, ctx.real = balance, layer, real
+        return logits_TX.view_as(logits_TX)
+
+    @staticmethod
+    def backward(ctx, d_TX):
+        (logits_TX,), balance, real = ctx.saved_tensors, ctx.balance, ctx.real
+        logits_TX, d_TX = logits_TX[:real], d_TX.clone()
+        if balance.aux:
+            value_X = balance.aux * logits_TX.shape[1] / balance.tokens * balance.share_LX[ctx.layer].to(logits_TX.dtype)
+            p_TX = probability(logits_TX, balance.router)
+            along = p_TX * (value_X - (p_TX @ value_X)[:, None])
+            d_TX[:real] += along if balance.router == "softmax" else along * (1 - torch.sigmoid(logits_TX))
+        if balance.z:
+            d_TX[:real] += torch.softmax(logits_TX, -1) * (2 * balance.z / balance.tokens * logits_TX.logsumexp(-1, keepdim=True))
+        return d_TX, None, None, None
+
+
+def probability(logits_TX: Tensor, router: str) -> Tensor:
+    """Of each expert, over all of them: what the auxiliary loss evens out."""
+    return torch.softmax(logits_TX if router == "softmax" else F.logsigmoid(logits_TX), -1)
+
+
+class Balance:
+    """Where a step's tokens went, over all ranks, and what pushes them apart. Only the forward pass adds to it, never a
+    recomputation, and no padding is counted."""
+
+    def __init__(self, m: Model, device: torch.device, tokens: float = 1, aux: float = 0.0, z: float = 0.0):
+        """tokens: of all ranks in the step, without padding; aux, z: coefficients of RouterLosses."""
+        self.aux, self.z, self.tokens, self.router, self.experts = aux, z, tokens, m.router, m.experts
+        # counts; and with losses the summed probabilities and squared logsumexps, for their values
+        columns = 2 * m.experts + 1 if aux or z else m.experts
+        self.total_LC = torch.zeros(m.layers, columns, dtype=torch.float64, device=device)
+        self.share_LX: Tensor | None = None
+
+    def logits(self, layer: int, real: int | None, first: bool, logits_TX: Tensor) -> Tensor:
+        """Passes the logits on, with the losses' gradients. first: not a recomputation."""
+        if not (self.aux or self.z):
+            return logits_TX
+        if first:
+            with torch.no_grad():
+                seen_TX = logits_TX[:real]
+                self.total_LC[layer, self.experts : -1] += probability(seen_TX, self.router).sum(0, dtype=torch.float64)
+                self.total_LC[layer, -1] += seen_TX.logsumexp(-1).square().sum(dtype=torch.float64)
+        return RouterLosses.apply(logits_TX, self, layer, real)
+
+    def count(self, layer: int, real: int | None, chosen_Tk: Tensor):
+        index = chosen_Tk[:real].flatten().long()
+        self.total_LC[layer].scatter_add_(0, index, torch.ones_like(index, dtype=torch.float64))  # whole numbers: any order
+
+    def summed(self, total_LC: Tensor):
+        """total_LC of all ranks added up."""
+        self.total_LC = total_LC
+        self.share_LX = self.counts_LX / self.counts_LX.sum(1, keepdim=True).clamp(min=1)
+
+    @property
+    def counts_LX(self) -> Tensor:
+        return self.total_LC[:, : self.experts]
+
+    def losses(self) -> tuple[float, float]:
+        """Values of the auxiliary and the z-loss, coefficients included."""
+        if not (self.aux or self.z):
+            return 0.0, 0.0
+        aux = (self.share_LX * self.total_LC[:, self.experts : -1]).sum() * self.experts
+        return self.aux * float(aux) / self.tokens, self.z * float(self.total_LC[:, -1].sum()) / self.tokens
+
+
+def move_bias(bias_LX: Tensor, counts_LX: Tensor, rate: float):
+    """Raises the selection bias of experts that got less than the mean and lowers that of the others, by `rate` (DeepSeek-V3; Wang
+    et al. 2024, arXiv 2408.15664). In place."""
+    bias_LX += rate * torch.sign(counts_LX.mean(1, keepdim=True) - counts_LX).to(bias_LX.dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # Experts
 # ------------------------------------------------------------------------------------------------------------------
@@ -590,17 +671,18 @@ class Route(NamedTuple):
 
 
 def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: Route | None, bias_X: Tensor,
-          dispatch: Callable, combine: Callable, mine: range, m: Model) -> tuple[Tensor, Route]:
+          dispatch: Callable, combine: Callable, mine: range, m: Model,
+          pushed: Callable[[Tensor], Tensor] = lambda logits_TX: logits_TX) -> tuple[Tensor, Route]:
     """One layer on one row. Returns the layer's output and the routing. With a `route` it is a recomputation: it reuses the
     routing, and of the experts only what their gradients need is computed; the output is a placeholder with the right graph.
 
     w: the layer's weights by short name; gate_up [X', 2F, D] and down [X', D, F] are the experts `mine` of this rank's
     node slot, padded to X'. dispatch(h_TD, weights_Tk, chosen_Tk) returns the node's tokens, weights and choices;
-    combine(y_MD, value) sends the partial sums home and adds them."""
+    combine(y_MD, value) sends the partial sums home and adds them. pushed: see Balance.logits."""
     first = route is None
     x_TD = x_TD + attention(x_TD, w, segments, rope, m)
     h_TD = rms_norm(x_TD, w["moe_norm"])
-    logits_TX = RouterLogits.apply(h_TD, w["router"])
+    logits_TX = pushed(RouterLogits.apply(h_TD, w["router"]))
     chosen_Tk = choose_experts(logits_TX, bias_X, m) if first else route.chosen_Tk
     weights_Tk = RoutingWeights.apply(logits_TX, chosen_Tk.long(), m.router)
 
@@ -638,7 +720,7 @@ class Recorded:
         self.edges = {name: torch.autograd.graph.get_gradient_edge(value) for name, value in w.items()}
         self.again: dict[str, Tensor] = {}
         with torch.autograd.graph.saved_tensors_hooks(*self.hooks(w)) if forget else nullcontext():
-            y_TD, _ = layer(self.x_TD, w)
+            y_TD, self.route = layer(self.x_TD, w)
         self.end = torch.autograd.graph.get_gradient_edge(y_TD)
         self.y_TD = y_TD.detach() if forget else None  # of a recomputation nobody needs the value
 
@@ -692,10 +774,12 @@ def count_mine(chosen_Mk: Tensor, mine: range) -> int:
 HEAD_CHUNK = 2**26  # logits that exist at a time: 128 MiB in bf16
 
 
-def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool):
+def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, scale: float, grads: bool,
+              draws_T: Tensor | None = None):
     """Final norm, logits and cross-entropy in chunks of tokens: the T x V logits never exist.
 
-    targets: int64, -1 for none. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
+    targets: int64, -1 for none. draws: uniform numbers, with which the targets that there are are drawn anew, from the model's own
+    predictions. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
     scale * loss, or None where grads is False. dhead is fp32."""
     T, V = x_TD.shape[0], head_VD.shape[0]
     chunk = max(1, HEAD_CHUNK // V)
@@ -707,8 +791,10 @@ def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, 
         dh_TD, dhead_VD = torch.empty_like(h_TD) if grads else None, None
         for a in range(0, T, chunk):
             h = h_TD[a : a + chunk]
-            logits = h @ head_VD.T
-            loss += cross_entropy(logits, targets_T[a : a + chunk], scale, grads)
+            logits, targets = h @ head_VD.T, targets_T[a : a + chunk]
+            if draws_T is not None:
+                targets = torch.where(targets >= 0, draw_tokens(logits, draws_T[a : a + chunk]), targets)
+            loss += cross_entropy(logits, targets, scale, grads)
             if grads:
                 torch.matmul(logits, head_VD, out=dh_TD[a : a + chunk])
                 part = logits.T @ h
@@ -735,6 +821,15 @@ def cross_entropy(logits_TV: Tensor, targets_T: Tensor, scale: float, grads: boo
             factor = has_target * scale
             logits_TV[at] = e.mul_(factor / total).scatter_add_(1, index, -factor)
     return loss
+
+
+def draw_tokens(logits_TV: Tensor, draws_T: Tensor) -> Tensor:
+    """A token of each row's distribution, int64 [T]: where the cumulated probability passes the row's uniform number."""
+    drawn_T = torch.empty(len(logits_TV), dtype=torch.int64, device=logits_TV.device)
+    for at in slabs(logits_TV):
+        up_to = torch.softmax(logits_TV[at].float(), -1).cumsum_(-1)
+        drawn_T[at] = torch.searchsorted(up_to, draws_T[at, None].float() * up_to[:, -1:]).squeeze(1)
+    return drawn_T.clamp_(max=logits_TV.shape[1] - 1)
 
 
 def embed_tokens(tokens_T: Tensor, embed_VD: Tensor) -> Tensor:

@@ -238,7 +238,7 @@ def make_inputs(layers: int, rows: int, shape: tuple[int, int], dtype: torch.dty
 
 
 def stream(chunks: Iterable[tuple[object, dict[str, Tensor]]], copies: Copies | None,
-           read_only: str = "grad") -> Iterator[tuple[object, dict[str, Tensor]]]:
+           read_only: tuple[str, ...] = ("grad",)) -> Iterator[tuple[object, dict[str, Tensor]]]:
     """(key, tensors on the host) -> (key, tensors on the device), which the caller changes in place. While one chunk is worked on,
     the next is on its way in and the one before on its way back; of `read_only` nothing goes back. Without copies the state
     is on the device already, and chunks are yielded as they are."""
@@ -259,7 +259,7 @@ def stream(chunks: Iterable[tuple[object, dict[str, Tensor]]], copies: Copies | 
         yield key, here
         for copy in leaving:
             copy.wait()
-        leaving = [copies.send("state out", here[name], home[name]) for name in here if name != read_only]
+        leaving = [copies.send("state out", here[name], home[name]) for name in here if name not in read_only]
         del here, coming
     for copy in leaving:
         copy.wait()

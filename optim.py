@@ -1,9 +1,10 @@
-"""Optimizers on owned values: Muon for the matrices inside the layers, AdamW for the rest, and the learning rate.
+"""Optimizers on owned values, and the learning rate. Who updates what: OWNERSHIP (parallel.py) and OPTIMIZERS.
 
 Everything here happens after the backward pass, when each owner holds its fp32 gradient and the global norm is known.
-Experts are whole on their owner, so their Muon update communicates nothing. A matrix of a dense bucket lies in slices on
-the ranks of the shard group; for the step it has one owner there, to which the slices travel in one packed all-to-all
-and from which the directions come back in another, while experts are being updated.
+Muon and Mano update whole matrices, the others single values. Experts are whole on their owner, so their update
+communicates nothing. A matrix of a dense bucket lies in slices on the ranks of the shard group; for the step it has one
+owner there, to which the slices travel in one packed all-to-all and from which the directions come back in another,
+while experts are being updated.
 """
 
 import hashlib
@@ -20,6 +21,13 @@ from offload import homes, stream
 from parallel import (Bucket, Grid, Pending, State, Transport, all_to_all_uneven, make_grid, pieces, share_texts, start_refresh,
                       travelling)
 
+# --optimizer: what stands in for the method that OWNERSHIP (parallel.py) names; by default matrices inside the layers are Muon's,
+# the rest is AdamW's
+OPTIMIZERS = {"muon": {}, "mano": {"muon": "mano"}, "adamw": {"muon": "adamw"},
+              "sophiag": {"muon": "sophiag", "adamw": "sophiag"}}
+MOMENTS = {"muon": ("momentum",), "mano": ("momentum",), "adamw": ("m", "v"), "sophiag": ("m", "h")}
+WHOLE = ("muon", "mano")  # these need whole matrices
+
 # Coefficients (a, b, c) of X <- aX + b(XX')X + c(XX')^2 X, one row per iteration: Polar Express, 5 iterations, safety
 # 2% (Amsel et al. 2025, arXiv 2505.16932). They bring singular values from [1e-3, 1] close to 1.
 POLAR_EXPRESS = (
@@ -29,21 +37,46 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+QUINTIC = (3.4445, -4.7750, 2.0315)  # fast for small singular values; all end between 0.7 and 1.2 (Jordan 2024)
+NEWTON_SCHULZ = {  # --newton_schulz
+    "polar5": POLAR_EXPRESS,
+    "quintic5": (QUINTIC,) * 5,
+    "ten": (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,  # the last two have 1 as their fixed point, with slope 0: they end there
+}
 MOMENTUM = 0.95
 BETAS, EPS = (0.9, 0.95), 1e-8
-MOMENTS = {"muon": ("momentum",), "adamw": ("m", "v")}
+SOPHIA_BETAS, SOPHIA_GAMMA, SOPHIA_EPS = (0.96, 0.99), 0.05, 1e-12  # Liu et al. 2023, arXiv 2305.14342
 
 
-def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, final: float) -> float:
-    """Rate of step 0, 1, ...: linear warmup, then constant, or a cosine down to final * lr at the last step."""
+def learning_rate(step: int, steps: int, lr: float, warmup: int, schedule: str, final: float, decay: float = 0.2) -> float:
+    """Rate of step 0, 1, ...: linear warmup; then constant; or a cosine down to final * lr at the last step; or wsd (warmup,
+    stable, decay; Hu et al. 2024): constant, and over the last `decay` of the steps a line down to final * lr. ramp: exponentially from
+    final * lr to lr (lr_find.py)."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
         return lr
+    if schedule == "ramp":
+        return lr * final ** (1 - step / max(1, steps - 1))
+    if schedule == "wsd":
+        length = max(1, min(round(decay * steps), steps - warmup))
+        return lr * (1 - (1 - final) * min(1.0, max(0, step - (steps - 1 - length)) / length))
     if schedule == "cosine":
         progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
         return lr * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
-    raise ConfigError(f"--schedule={schedule}: unknown; use cosine or constant")
+    raise ConfigError(f"--schedule={schedule}: unknown; use cosine, constant, wsd or ramp")
+
+
+def scaled_rate(lr: float, rule: str, tokens: int, reference: int) -> float:
+    """The rate for a step of so many tokens, from one that was found at `reference` tokens. rule: none | sqrt (the noise of an
+    adaptive update stays the same; Malladi et al. 2022) | linear (Goyal et al. 2017)."""
+    powers = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+    if rule not in powers:
+        raise ConfigError(f"--lr_scaling={rule}: unknown; use one of {', '.join(powers)}")
+    if powers[rule] and not reference:
+        raise ConfigError(f"--lr_scaling={rule}: scales --lr={lr:g} from the batch that it was found for; give its tokens per step as "
+                          f"--lr_batch (this run's are {tokens})")
+    return lr * (tokens / reference) ** powers[rule] if powers[rule] else lr
 
 
 def clip_scale(grad_norm: float, max_norm: float) -> float:
@@ -52,13 +85,13 @@ def clip_scale(grad_norm: float, max_norm: float) -> float:
 
 
 def kind_of(bucket: Bucket, optimizer: str) -> str:
-    """Which optimizer updates a bucket: the table's, or AdamW for everything with --optimizer=adamw."""
-    if optimizer not in ("muon", "adamw"):
-        raise ConfigError(f"--optimizer={optimizer}: unknown; use muon or adamw")
-    kind = "adamw" if optimizer == "adamw" else bucket.rule.optimizer
-    if kind == "muon" and (vectors := [name for name, shape in bucket.params if len(shape) != 2]):
-        raise ConfigError(f"OWNERSHIP gives {bucket.name} to Muon, which takes matrices only, and {', '.join(vectors)} are none; give "
-                          "them to adamw")
+    """Which method updates a bucket."""
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"--optimizer={optimizer}: unknown; use one of {', '.join(OPTIMIZERS)}")
+    kind = OPTIMIZERS[optimizer].get(bucket.rule.optimizer, bucket.rule.optimizer)
+    if kind in WHOLE and (vectors := [name for name, shape in bucket.params if len(shape) != 2]):
+        raise ConfigError(f"OWNERSHIP gives {bucket.name} to {kind.capitalize()}, which takes matrices only, and {', '.join(vectors)} "
+                          "are none; give them to adamw")
     return kind
 
 
@@ -66,7 +99,7 @@ def init_moments(state: State, optimizer: str):
     """Creates every moment at once: what is made lazily is missing after a resume."""
     device, offload = state.bias_LX.device, state.copies is not None
     state.moments = {name: {} for name in state.buckets}
-    for kind in ("momentum", "m", "v"):
+    for kind in dict.fromkeys(kind for kinds in MOMENTS.values() for kind in kinds):
         shapes = {name: b.owned for name, b in state.buckets.items() if kind in MOMENTS[kind_of(b, optimizer)]}
         for name, zeros in homes(f"moments {kind}", shapes, device, offload).items():
             state.moments[name][kind] = zeros
@@ -79,23 +112,27 @@ def init_moments(state: State, optimizer: str):
 
 @dataclass(frozen=True)
 class MuonPlan:
-    """Who orthogonalises which dense matrix, and which values travel. Both packed buffers, of the mixed gradients to the
-    owners and of the directions back, have the same layout: by owner, and within an owner by matrix."""
+    """Who updates which dense matrix, and which values travel. All packed buffers, of the mixed gradients to the owners and of
+    the directions back, have the same layout: by owner, and within an owner by matrix."""
 
+    iteration: str  # of NEWTON_SCHULZ
     owners: dict[str, int]  # matrix -> place in the shard group
-    mine: dict[str, tuple[int, int]]  # matrices of this rank -> shape, in the order of the buffers
+    mine: dict[str, tuple[int, ...]]  # matrices of this rank -> shape, in the order of the buffers; of heads (heads, rows, columns)
     slices: list[list[tuple[str, int, int]]]  # for each owner: (bucket, start, stop) of what this rank sends and gets back
     runs: list[list[tuple[str, int, int]]]  # for each rank: (matrix, start, stop) of what it sends to this owner
     buckets: list[str]  # whose values travel
     counts: list[list[int]]  # values from each rank to each owner
 
 
-def plan_muon(state: State, grid: Grid, m: Model, optimizer: str) -> MuonPlan:
-    """Longest processing time first on the cost of Newton-Schulz, ties by name and by place: the same on all ranks."""
+def plan_muon(state: State, grid: Grid, m: Model, optimizer: str, iteration: str = "polar5", per_head: bool = False) -> MuonPlan:
+    """Longest processing time first on the cost of Newton-Schulz, ties by name and by place: the same on all ranks. per_head: each
+    head of q, k and v is a matrix of its own."""
     dense = {name: bucket for name, bucket in state.buckets.items()
-             if bucket.rule.owner == "slice" and kind_of(bucket, optimizer) == "muon"}
-    shapes = {f"{name.removesuffix(bucket.rule.bucket)}{short}": shape
-              for name, bucket in dense.items() for short, shape in bucket.params}
+             if bucket.rule.owner == "slice" and kind_of(bucket, optimizer) in WHOLE}
+    heads = {"q": m.heads, "k": m.kv_heads, "v": m.kv_heads} if per_head else {}
+    shapes = {f"{name.removesuffix(bucket.rule.bucket)}{short}":
+              (heads[short], rows // heads[short], columns) if short in heads else (rows, columns)
+              for name, bucket in dense.items() for short, (rows, columns) in bucket.params}
     load, owners = [0] * grid.shard.size, {}
     for matrix in sorted(shapes, key=lambda name: (-newton_schulz_cost(shapes[name]), name)):
         owners[matrix] = load.index(min(load))
@@ -118,13 +155,13 @@ def plan_muon(state: State, grid: Grid, m: Model, optimizer: str) -> MuonPlan:
             for name, start, stop, bucket, at in theirs:
                 slices[owners[name]].append((bucket, at, at + stop - start))
     mine = {name: shapes[name] for name in shapes if owners[name] == grid.shard.index}
-    return MuonPlan(owners, mine, slices, runs, list(dense), counts)
+    return MuonPlan(iteration, owners, mine, slices, runs, list(dense), counts)
 
 
-def newton_schulz_cost(shape: tuple[int, int]) -> int:
+def newton_schulz_cost(shape: tuple[int, ...]) -> int:
     """Multiplications of an iteration: XX', its square, and a product with X."""
-    short, long = sorted(shape)
-    return short * short * (2 * long + short)
+    short, long = sorted(shape[-2:])
+    return math.prod(shape[:-2]) * short * short * (2 * long + short)
 
 
 def check_plan(plan: MuonPlan, grid: Grid, device: torch.device):
@@ -144,24 +181,32 @@ def check_plan(plan: MuonPlan, grid: Grid, device: torch.device):
         raise RuntimeError(f"Muon exchange: ranks {different} have another plan than rank 0; do all ranks run the same code?")
 
 
-def send_slices(mixed: dict[str, Tensor], plan: MuonPlan, grid: Grid, dtype: torch.dtype) -> Pending:
+def send_slices(values: dict[str, Tensor], plan: MuonPlan, grid: Grid, dtype: torch.dtype, purpose: str) -> Pending:
     """To each owner, this rank's slices of its matrices."""
-    packed = [mixed[bucket][start:stop] for to in plan.slices for bucket, start, stop in to]
-    device = next(iter(mixed.values())).device
-    return all_to_all_uneven(concatenate(packed, dtype, device), sizes(plan.slices), sizes(plan.runs), grid.shard,
-                             "muon momentum")
+    packed = [values[bucket][start:stop] for to in plan.slices for bucket, start, stop in to]
+    device = next(iter(values.values())).device
+    return all_to_all_uneven(concatenate(packed, dtype, device), sizes(plan.slices), sizes(plan.runs), grid.shard, purpose)
 
 
-def send_directions(packed: Tensor, plan: MuonPlan, grid: Grid, dtype: torch.dtype) -> Pending:
-    """Whole matrices are put together, orthogonalised, and their slices sent back to where they came from."""
+def assemble(packed: Tensor, plan: MuonPlan) -> dict[str, Tensor]:
+    """Whole matrices from the slices that have come."""
     matrices = {name: packed.new_empty(math.prod(shape)) for name, shape in plan.mine.items()}
     runs = [run for theirs in plan.runs for run in theirs]
     for (name, start, stop), part in zip(runs, packed.split([stop - start for _, start, stop in runs])):
         matrices[name][start:stop] = part
-    for name, shape in plan.mine.items():
-        matrices[name] = muon_direction(matrices[name].view(shape), dtype).flatten()
-    back = [matrices[name][start:stop] for name, start, stop in runs]
-    return all_to_all_uneven(concatenate(back, dtype, packed.device), sizes(plan.runs), sizes(plan.slices), grid.shard,
+    return {name: matrices[name].view(shape) for name, shape in plan.mine.items()}
+
+
+def send_directions(mixed: Tensor, weights: Tensor | None, plan: MuonPlan, grid: Grid, dtype: torch.dtype, step: int) -> Pending:
+    """Whole matrices are put together, their directions found, and the slices of these sent back to where they came from. mixed and,
+    for Mano, weights: as they came."""
+    matrices = assemble(mixed, plan)
+    where = assemble(weights, plan) if weights is not None else {}
+    for name, matrix in matrices.items():
+        matrices[name] = (mano_direction(matrix, where.pop(name), step) if weights is not None else
+                          muon_direction(matrix, dtype, NEWTON_SCHULZ[plan.iteration])).flatten()
+    back = [matrices[name][start:stop] for theirs in plan.runs for name, start, stop in theirs]
+    return all_to_all_uneven(concatenate(back, dtype, mixed.device), sizes(plan.runs), sizes(plan.slices), grid.shard,
                              "muon direction")
 
 
@@ -187,7 +232,7 @@ class Chunk(NamedTuple):
     tensors: dict[str, Tensor]  # master, grad, momentum, ...; on the device
 
 
-EVERY = ("master", "momentum", "m", "v")
+EVERY = ("master", "momentum", "m", "v", "h")
 
 
 def phases(state: State, plan: MuonPlan) -> list[tuple[list[str], tuple[str, ...]]]:
@@ -199,15 +244,17 @@ def phases(state: State, plan: MuonPlan) -> list[tuple[list[str], tuple[str, ...
             (down[len(down) // 2 :], EVERY)]
 
 
-def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int, grad: bool) -> Iterator[Chunk]:
+def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int, grad: bool,
+           read: tuple[str, ...] = ()) -> Iterator[Chunk]:
     """The named buckets in parts of about `size` values on the device: whole experts, or runs of a flat buffer; 0: a bucket at a
-    time. kinds: which of master and moments are needed; each bucket has some. grad: the gradient, too."""
+    time. kinds: which of master and moments will change; each bucket has some. grad: the gradient, too; read: what else is
+    needed."""
 
     def parts():
         for name in names:
             tensors = {"master": state.master[name], **state.moments[name]}
             rows, values = len(tensors["master"]), tensors["master"].numel()
-            tensors = {kind: x for kind, x in tensors.items() if kind in kinds}
+            tensors = {kind: x for kind, x in tensors.items() if kind in (*kinds, *read)}
             if grad:
                 tensors["grad"] = state.grad.pop(name)
             # of a flat buffer whole vectors of any processor: the end of an odd chunk would be rounded another way
@@ -217,7 +264,7 @@ def chunks(state: State, names: list[str], kinds: tuple[str, ...], size: int, gr
                 state.before_change(name, at, kinds)
                 yield (name, at), {kind: x[at] for kind, x in tensors.items()}
 
-    for (name, at), tensors in stream(parts(), state.copies):
+    for (name, at), tensors in stream(parts(), state.copies, ("grad", *read)):
         yield Chunk(state.buckets[name], at, tensors)
 
 
@@ -229,7 +276,7 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
 
       -> dense slices to their owners
          update gate and up
-      <- whole matrices; orthogonalise them; -> directions back to the slices
+      <- whole matrices; find their directions; -> these back to the slices
          update norms, router, embedding, head, and down of half of the layers
       <- directions; update the dense slices; -> refresh of the node-resident weights
          update down of the other half
@@ -241,23 +288,29 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
 
     def update_own(names: list[str], kinds: tuple[str, ...]):
         for part in chunks(state, names, kinds, chunk, grad=True):
-            wd = decay if part.bucket.rule.decay else 0.0
-            if kind_of(part.bucket, optimizer) == "adamw":
+            wd, kind = decay if part.bucket.rule.decay else 0.0, kind_of(part.bucket, optimizer)
+            if kind == "adamw":
                 adamw(**part.tensors, lr=lr, decay=wd, clip=clip, step=step)
+            elif kind == "sophiag":
+                sophia(**part.tensors, lr=lr, decay=wd, clip=clip)
             else:  # experts: gate and up are separate matrices
-                mixed_X = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip)
-                direction = muon_direction(mixed_X.view(-1, *part.bucket.params[0][1]), dtype)
-                apply_muon(part.tensors["master"], direction.view_as(mixed_X), lr, wd)
+                update_experts(part, kind, plan, lr, wd, clip, step, dtype)
             keep_own(part)
 
     momentum, gate_up, others, dense, last = phases(state, plan)
-    mixed = {name: torch.empty_like(state.moments[name]["momentum"], device=state.bias_LX.device) for name in plan.buckets}
-    for part in chunks(state, *momentum, chunk, grad=True):
+    mano, device = optimizer == "mano", state.bias_LX.device
+    mixed, weights = ({name: torch.empty_like(state.master[name], device=device) for name in plan.buckets if wanted}
+                      for wanted in (True, mano))
+    for part in chunks(state, *momentum, chunk, grad=True, read=("master",) if mano else ()):
         mixed[part.bucket.name][part.at] = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip)
+        if mano:
+            weights[part.bucket.name][part.at] = part.tensors["master"]
 
-    going = send_slices(mixed, plan, grid, dtype) if mixed else None
+    going = send_slices(mixed, plan, grid, dtype, "muon momentum") if mixed else None
+    beside = send_slices(weights, plan, grid, dtype, "mano weights") if weights else None
+    del weights
     update_own(*gate_up)
-    coming = send_directions(going.wait(), plan, grid, dtype) if mixed else None
+    coming = send_directions(going.wait(), beside and beside.wait(), plan, grid, dtype, step) if mixed else None
     update_own(*others)
     if mixed:
         directions = mixed  # in the same place: slices that have gone out come back as directions; padding stays zero
@@ -265,11 +318,19 @@ def update(state: State, grid: Grid, plan: MuonPlan, optimizer: str, lr: float, 
         for (name, start, stop), part in zip(slices, coming.wait().split([stop - start for _, start, stop in slices])):
             directions[name][start:stop] = part
         for part in chunks(state, *dense, chunk, grad=False):
-            apply_muon(part.tensors["master"], directions[part.bucket.name][part.at], lr, decay)
+            apply_direction(part.tensors["master"], directions[part.bucket.name][part.at], lr, decay)
             keep_own(part)
     finish_refresh = start_refresh(state, grid, transport)
     update_own(*last)
     finish_refresh()
+
+
+def update_experts(part: Chunk, kind: str, plan: MuonPlan, lr: float, decay: float, clip: float, step: int, dtype: torch.dtype):
+    master, shape = part.tensors["master"], (-1, *part.bucket.params[0][1])
+    mixed = mix_momentum(part.tensors["momentum"], part.tensors["grad"], clip).view(shape)
+    direction = (mano_direction(mixed, master.view(shape), step) if kind == "mano" else
+                 muon_direction(mixed, dtype, NEWTON_SCHULZ[plan.iteration]))
+    apply_direction(master, direction.view_as(master), lr, decay)
 
 
 def mix_momentum(momentum: Tensor, grad: Tensor, clip: float) -> Tensor:
@@ -279,11 +340,11 @@ def mix_momentum(momentum: Tensor, grad: Tensor, clip: float) -> Tensor:
     return grad.add_(momentum, alpha=MOMENTUM)
 
 
-def muon_direction(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+def muon_direction(matrices: Tensor, dtype: torch.dtype, coefficients=POLAR_EXPRESS) -> Tensor:
     """Orthogonal factor of each matrix [..., rows, columns] times 0.2 sqrt(max(rows, columns)), fp32.
 
     The factor gives an element the size of an AdamW update, so both share a learning rate (Liu et al. 2025, Moonlight)."""
-    factor = orthogonalise(matrices, dtype).to(torch.promote_types(dtype, torch.float32))
+    factor = orthogonalise(matrices, dtype, coefficients).to(torch.promote_types(dtype, torch.float32))
     return factor * (0.2 * math.sqrt(max(matrices.shape[-2:])))
 
 
@@ -302,7 +363,23 @@ def orthogonalise(matrices: Tensor, dtype: torch.dtype, coefficients=POLAR_EXPRE
     return x.mT if tall else x
 
 
-def apply_muon(master: Tensor, direction: Tensor, lr: float, decay: float):
+def mano_direction(mixed: Tensor, weights: Tensor, step: int) -> Tensor:
+    """Mano (Gu and Xie 2026, arXiv 2601.23000): of the momentum of each matrix [..., rows, columns] what is perpendicular to the
+    weights, column by column in even steps and row by row in odd ones, every such vector scaled to the same length. fp32 or wider.
+
+    With Nesterov's momentum, which the authors have found better since. The factor 0.2 sqrt(length of a vector) gives an element
+    the size of an AdamW update, as in the paper. A vector that is parallel to its weights (a single number always is) has no
+    perpendicular part but rounding, which must not be scaled up."""
+    dim, wide = -2 + step % 2, torch.promote_types(mixed.dtype, torch.float32)
+    mixed, unit = mixed.to(wide), torch.nn.functional.normalize(weights.to(wide), dim=dim, eps=1e-15)
+    across = mixed - (mixed * unit).sum(dim, keepdim=True) * unit
+    rounding = 16 * torch.finfo(wide).eps * torch.linalg.vector_norm(mixed, dim=dim, keepdim=True)
+    norm = torch.linalg.vector_norm(across, dim=dim, keepdim=True)
+    across = torch.where(norm > rounding, across, 0.0)
+    return across / norm.clamp(min=1e-15) * (0.2 * math.sqrt(mixed.shape[dim]))
+
+
+def apply_direction(master: Tensor, direction: Tensor, lr: float, decay: float):
     master.mul_(1 - lr * decay).sub_(direction, alpha=lr)
 
 
@@ -313,3 +390,20 @@ def adamw(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, lr: float, decay: 
     unscale, count = (torch.full((), x, dtype=torch.float32, device=master.device) for x in (1 / clip, step + 1))
     torch._fused_adamw_([master], [grad], [m], [v], [], [count], lr=lr, beta1=BETAS[0], beta2=BETAS[1], weight_decay=decay,
                         eps=EPS, amsgrad=False, maximize=False, grad_scale=unscale)
+
+
+def sophia(master: Tensor, grad: Tensor, m: Tensor, h: Tensor, lr: float, decay: float, clip: float):
+    """Sophia-G (Liu et al. 2023): the first moment over the curvature h (see measure_curvature), each element's step at most lr.
+    In place."""
+    m.mul_(SOPHIA_BETAS[0]).add_(grad, alpha=(1 - SOPHIA_BETAS[0]) * clip)
+    step = (m / (SOPHIA_GAMMA * h).clamp_(min=SOPHIA_EPS)).clamp_(-1, 1)
+    master.mul_(1 - lr * decay).sub_(step, alpha=lr)
+
+
+def measure_curvature(state: State, targets: float, chunk: int = 0):
+    """Moves h towards targets * g^2, where state.grad is g: the gradient of the mean loss over `targets` labels that were drawn from
+    the model's own predictions. This is the Gauss-Newton-Bartlett estimate of the diagonal of the Gauss-Newton matrix (Liu et al.
+    2023, algorithm 2). Empties state.grad."""
+    for part in chunks(state, list(state.buckets), ("h",), chunk, grad=True):
+        part.tensors["h"].mul_(SOPHIA_BETAS[1]).addcmul_(part.tensors["grad"], part.tensors["grad"],
+                                                         value=(1 - SOPHIA_BETAS[1]) * targets)

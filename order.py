@@ -326,6 +326,12 @@ class Order:
         _, corpus_R, row_R = self.rows(step)
         return hashlib.sha256(np.stack([corpus_R, row_R]).astype("<i8").tobytes()).hexdigest()[:16]
 
+    def same_rows(self, a: int, b: int) -> bool:
+        """Whether two steps have the same rows, in any order: so it is meant to be where an epoch has few steps."""
+        first, second = (sorted(zip([self.stages[stage].sources[c].identity for c in corpus_R], row_R.tolist()))
+                         for stage, corpus_R, row_R in map(self.rows, (a, b)))
+        return first == second
+
 
 def check_boundary(step: int, anchor: int, what: str):
     """Raises ConfigError where a step is not at the end of a block: its rows would be cut in two, some would never come,

@@ -165,8 +165,10 @@ PURPOSES = {
     "combine": ("its experts' partial sums for the node's tokens", "the sum for its own tokens"),
     "combine gradient": ("the output gradient of its own tokens", "that of the node's tokens"),
     "muon momentum": ("its slices of the mixed gradients", "whole matrices, the ones it updates"),
+    "mano weights": ("its slices of the weights", "whole matrices, the ones it updates"),
     "muon direction": ("the directions of whole matrices", "its slices of all directions"),
     "replica gradient": ("its replica's gradient of what it owns", "the sum over the replicas"),
+    "expert load": ("how many of its tokens each expert got", "the sum over all ranks"),
     "scalars": ("its own numbers", "everybody's"),
     "texts": ("its own message or path", "everybody's"),
 }
@@ -455,7 +457,7 @@ def combine_tokens(node: Group, y_MD: Tensor, value: bool) -> Tensor:
 
 class Rule(NamedTuple):
     bucket: str  # parameters of a layer with the same bucket travel together
-    optimizer: str
+    optimizer: str  # muon | adamw; or what stands in for it (optim.OPTIMIZERS)
     owner: str  # slice: 1/(N*E) of the bucket's flat buffer, over the shard | expert: whole experts, over the column
     dtype: str  # gathered as: compute | fp32 (tiny, and it keeps norms and router exact)
     decay: bool  # decoupled weight decay
@@ -586,6 +588,9 @@ class State:
     bias_LX: Tensor  # selection bias of the router, the same on all ranks
     grad: dict[str, Tensor] = field(default_factory=dict)  # bucket -> fp32 owned gradient of this step
     squared: dict[str, Tensor] = field(default_factory=dict)  # bucket -> squared norm of grad, fp64
+    # where it is a dict: bucket -> squared norm of this rank's part of its node's gradient, of the buckets that have such a sum
+    node_squared: dict[str, Tensor] | None = None
+    token_squared: Tensor | None = None  # squared norm of this step's gradient of this rank's embedded tokens, fp64
     node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
     copies: Copies | None = None  # between the arenas and the device
     slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes
@@ -796,6 +801,7 @@ def reduce_experts(state: State, bucket: Bucket, grad: Tensor, grid: Grid, trans
     """Over the column. The gradient is expert-major already, so it is the all-to-all's input as it is. In chunks of an owner's
     experts (each then copied) the receive buffers are smaller: two chunks travel beside a layer's compute, and a gradient of
     more than two takes as many layers more."""
+    note_node(state, bucket, grad)
     parts = grad.unflatten(0, (grid.N, -1))
     size = transport.grad_chunk or bucket.owned[0]
     chunks = [parts[:, a : a + size] for a in range(0, bucket.owned[0], size)]
@@ -819,7 +825,10 @@ def reduce_flat(state: State, bucket: Bucket, grads: dict[str, Tensor], grid: Gr
         pending = reduce_scatter(flat.view(grid.E, -1), grid.node, dtype, purpose)
         del flat, view
         yield False
-        pending = reduce_scatter(pending.wait().view(grid.N, -1), grid.column, torch.float32, purpose)
+        of_node = pending.wait()
+        note_node(state, bucket, of_node)
+        pending = reduce_scatter(of_node.view(grid.N, -1), grid.column, torch.float32, purpose)
+        del of_node
     else:
         # node by node, as the two stages above add: dense_gather changes no bit of a result
         pending = reduce_scatter(to_shard_order(flat, grid), grid.shard, dtype, purpose, inner=grid.E)
@@ -847,11 +856,16 @@ def over_replicas(state: State, bucket: Bucket, grad: Tensor, grid: Grid) -> Ite
     yield True
 
 
+def note_node(state: State, bucket: Bucket, grad: Tensor):
+    if state.node_squared is not None:
+        state.node_squared[bucket.name] = squared_norm(grad)
+
+
 def squared_norm(x: Tensor) -> Tensor:
     """fp64 scalar: fp32 norms of short runs, whose squares are added in fp64. A sum in fp64 throughout reads 10 times slower."""
     flat = x.reshape(-1)
     whole = len(flat) // 4096 * 4096
-    runs = torch.linalg.vector_norm(flat[:whole].view(-1, 4096), dim=1)
+    runs = torch.linalg.vector_norm(flat[:whole].view(-1, 4096), dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
     return runs.double().square().sum() + torch.linalg.vector_norm(flat[whole:], dtype=torch.float64).square()
 
 

@@ -484,9 +484,10 @@ def record(hp: train.Hyperparameters, m: Model, o: Options, rows: list | None = 
             recorder.events.clear(), parallel.WIRE.sent.clear(), parallel.WIRE.calls.clear()
             recorder.already = offload.resident(state, inputs)
             with recorder:
-                train.schedule(batch, state, grid, m, transport, 1.0, keep_layers=hp.keep_layers, inputs=inputs)
+                balance = model.Balance(m, META, 1.0, hp.aux_loss, hp.z_loss)
+                train.schedule(batch, state, grid, m, transport, 1.0, keep_layers=hp.keep_layers, inputs=inputs, balance=balance)
                 recorder.events.append(Sync())
-                parallel.all_gather(torch.empty(4, dtype=torch.float64, device=META), grid.world, "scalars").wait()
+                parallel.all_gather(torch.empty(10, dtype=torch.float64, device=META), grid.world, "scalars").wait()
                 recorder.events.append(Sync())
                 optim.update(state, grid, muon, hp.optimizer, hp.lr, hp.weight_decay, 1.0, 0, transport, chunk=hp.stream_chunk)
             counted = parallel.WIRE.sent
@@ -512,7 +513,7 @@ def prepare(hp, m: Model, grid, transport, recorder: Recorder):
     inputs = offload.make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute, hp.offload_fraction, copies)
     parallel.fill_own(state, transport)
     parallel.start_refresh(state, grid, transport)()
-    return state, optim.plan_muon(state, grid, m, hp.optimizer), inputs
+    return state, optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head), inputs
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -31,18 +32,19 @@ from torch import Tensor
 
 import checkpoint
 import data
+import health
 import launch
 import optim
-from model import (ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
-                   flops_per_token, head_loss, model_of, rope_cache, uses_rope)
-from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, key_cost
+from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
+                   flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
+from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
-from parallel import (WIRE, Grid, State, Transport, advance, check_transport, combine_tokens, dispatch_tokens, exchange,
+from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
-                      start_refresh, together)
+                      squared_norm, start_refresh, together)
 
-SCHEDULES = ("cosine", "constant")
+SCHEDULES = ("cosine", "constant", "wsd", "ramp")
 
 
 @dataclass
@@ -83,13 +85,31 @@ class Hyperparameters:
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
     verbose_comm: bool = False  # print each collective of the first step
     # optimizer
-    optimizer: str = "muon"  # muon (matrices; the rest AdamW) | adamw
+    optimizer: str = "muon"  # muon | mano (matrices inside the layers; the rest AdamW) | adamw | sophiag (everything)
+    newton_schulz: str = "polar5"  # muon's iteration: polar5 | quintic5 | ten (8 quintic and 2 that end at 1: the most exact)
+    muon_per_head: bool = False  # muon takes each head of q, k and v as a matrix of its own
+    curvature_every: int = 10  # sophiag: steps between estimates of the curvature, each as dear as a step
     lr: float = 3e-3  # peak; Muon's update is scaled so that both share it
     warmup: int = 20  # steps of linear warmup
-    schedule: str = "cosine"  # cosine | constant
-    final_lr: float = 0.05  # end of the cosine, as a fraction of lr
+    schedule: str = "cosine"  # cosine | constant | wsd (warmup, constant, a straight decay) | ramp (of lr_find.py)
+    final_lr: float = 0.05  # end of the cosine or the decay, as a fraction of lr
+    decay: float = 0.2  # of the steps: length of wsd's decay
+    lr_scaling: str = "none"  # none | sqrt | linear: lr is that of lr_batch tokens per step, and is scaled to this run's
+    lr_batch: int = 0  # tokens per step for which lr was found
     weight_decay: float = 0.1  # decoupled, on matrices
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
+    skip_sigma: float = 12.0  # skip a step whose loss or log gradient norm is so many deviations above the accepted ones' median;
+    # 0: only one that is not finite
+    skip_window: int = 128  # accepted steps that a step is compared with
+    max_skips: int = 20  # skipped steps in a row that end the run
+    # load of the experts; the losses are a mean over the tokens of all ranks and a sum over layers
+    bias_rate: float = 1e-3  # router=sigmoid: step of the selection bias towards even load, once per step; 0: it stays
+    aux_loss: float = 0.0  # coefficient of the auxiliary loss that evens out the load, e.g. 1e-3; 0: none
+    z_loss: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, e.g. 1e-4; 0: none
+    # checks and measurements
+    check_every: int = 500  # steps between checks of the state (also at the start): types, shards distinct, replicas equal; 0:
+    # never
+    noise_every: int = 10  # steps between measurements of the gradient noise scale, with two nodes or more; 0: never
     # evaluation, checkpoints, output
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
     val_rows: int = 32  # held-out rows that are measured: always the first ones
@@ -137,6 +157,7 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 #              -> weights i+1          after the last layer: head and last norm, over the shard
 #                 dispatch             node, all-gather: tokens, routing weights and choices of its node
 #                 combine              node, all-to-all and sum: its own tokens, the sums over all experts
+#              -> expert load          world, all-reduce: tokens of each expert; <- before the backward pass
 #   head       <- head, last norm; -> weights of the last layer
 #              -> gradients of head and last norm, over the shard
 #   backward
@@ -163,15 +184,20 @@ class DeviceRow(NamedTuple):
     targets_T: Tensor  # int64, -1: none
     segments: Segments
     n_targets: int
+    n_real: int | None = None  # tokens that are not padding, which comes last; None: all
+    digest: int = 0  # of its place in its corpus and of its tokens
+    draws_T: Tensor | None = None  # uniform numbers with which the targets are drawn from the predictions (see draw_labels)
 
 
 def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transport: Transport, scale: float = 1.0,
-             train: bool = True, keep_layers: int = 0, inputs: Inputs | None = None) -> tuple[Tensor, Tensor]:
+             train: bool = True, keep_layers: int = 0, inputs: Inputs | None = None,
+             balance: Balance | None = None) -> tuple[Tensor, Tensor]:
     """Forward and backward pass over this rank's rows; with train=False it ends at the loss.
 
     Before, each rank holds the fp32 masters of what it owns. After, state.grad holds the fp32 gradient of the same
     values: of scale * (summed loss of all ranks). Of the last keep_layers layers all activations, but no weights, are kept
-    from the forward pass; of the others the inputs, in `inputs` (default: on the device). Returns (summed loss of this
+    from the forward pass; of the others the inputs, in `inputs` (default: on the device). balance: where routing is
+    counted and pushed. Returns (summed loss of this
     rank's rows in nats, squared norm of the gradients owned here), fp64 on the device."""
     T = len(rows[0].tokens_T)
     tables = rope_cache(m.rope_theta, m.head_dim, T, rows[0].tokens_T.device)
@@ -180,8 +206,9 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
     combine = partial(combine_tokens, grid.node)  # all-to-all over the node and a local sum: [E*T, D] -> [T, D]
 
     def layer(i: int, b: int, route: Route | None, x_TD: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, Route]:
+        pushed = {"pushed": partial(balance.logits, i, rows[b].n_real, route is None)} if balance else {}
         return block(x_TD, w, rows[b].segments, tables if uses_rope(i, m) else None, route, state.bias_LX[i], dispatch, combine,
-                     grid.local_experts(m), m)
+                     grid.local_experts(m), m, **pushed)
 
     # ---- forward: no autograd graph is kept, only each layer's input and its routing; of the last keep_layers their graph
     embedding = gather(state, ["embed"], grid, transport)
@@ -194,7 +221,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         ahead = gather(state, layer_buckets(i + 1) if i + 1 < m.layers else ["final", "head"], grid, transport)
         if train and i >= m.layers - keep_layers:
             graphs.append([Recorded(partial(layer, i, b, None), x[b], w, forget=True) for b in range(len(rows))])
-            x = [graph.y_TD for graph in graphs[-1]]
+            x, route = [graph.y_TD for graph in graphs[-1]], [graph.route for graph in graphs[-1]]
         else:
             if train:
                 inputs.save(label("inputs", x))
@@ -203,7 +230,10 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
             x, route = map(list, zip(*out))
             routes.append(route)
             del out
+        for b in range(len(rows) if balance else 0):
+            balance.count(i, rows[b].n_real, route[b].chosen_Tk)
         del w
+    counting = all_reduce(balance.total_LC, grid.world, "expert load") if balance else None
 
     # ---- head and loss, in chunks of tokens
     w = label("weights", ahead.wait())
@@ -211,13 +241,15 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
         ahead = gather(state, layer_buckets(m.layers - 1), grid, transport, backward=True)
     loss, dx, grads = 0, [], {}
     for b, row in enumerate(rows):
-        loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train)
+        loss_b, dx_b, dnorm, dhead = head_loss(x[b], row.targets_T, w["final_norm"], w["head"], scale, train, row.draws_T)
         loss, dx = loss + loss_b, dx + [dx_b]
         if train:
             accumulate(grads, {"final_norm": dnorm, "head": dhead})
     del w, x, loss_b, dx_b, dnorm, dhead
     if not train:
         return loss, torch.zeros_like(loss)
+    if balance:
+        balance.summed(counting.wait())
     reducing = reduce(state, ["final", "head"], grads, grid, transport)
     del grads
 
@@ -242,6 +274,7 @@ def schedule(rows: list[DeviceRow], state: State, grid: Grid, m: Model, transpor
 
     # ---- the embedding's gradient needs the token ids only
     tokens, dx = torch.cat([row.tokens_T for row in rows]), torch.cat(dx)
+    state.token_squared = squared_norm(dx)
     reducing += reduce(state, ["embed"], {"embed": embed_grad(tokens, dx, m.vocab, transport.grads)}, grid, transport)
     advance(reducing, to_the_end=True)
     return loss, sum(state.squared[name] for name in state.buckets)  # in a fixed order, whatever came home first
@@ -258,12 +291,17 @@ def accumulate(total: dict[str, Tensor], grads: dict[str, Tensor]):
 # ------------------------------------------------------------------------------------------------------------------
 
 
+DIGEST_BITS = 48  # what fp64 carries exactly, with room to spare
+
+
 def to_device(row: data.Row, device: torch.device) -> DeviceRow:
     tensors = [torch.from_numpy(x) for x in (row.tokens_S, row.targets_S, np.array(row.bounds, np.int32))]
     if device.type != "cpu":  # from pinned memory, or the copy would wait for the step that is running
         tensors = [x.pin_memory().to(device, non_blocking=True) for x in tensors]
     tokens_T, targets_T, bounds = tensors
-    return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()))
+    digest = hashlib.blake2b(row.origin.encode() + row.tokens_S.tobytes(), digest_size=DIGEST_BITS // 8).digest()
+    return DeviceRow(tokens_T, targets_T, Segments(row.bounds, bounds), int((row.targets_S >= 0).sum()), row.n_real,
+                     int.from_bytes(digest, "little"))
 
 
 def mean_segment(blend: data.Blend) -> float:
@@ -280,6 +318,31 @@ def next_rows(loader: data.Loader, step: int, device) -> tuple[list[DeviceRow], 
 
 def count_targets(rows: list[DeviceRow]) -> int:
     return sum(row.n_targets for row in rows)
+
+
+def count_tokens(rows: list[DeviceRow]) -> int:
+    """Without padding."""
+    return sum(len(row.tokens_T[: row.n_real]) for row in rows)
+
+
+def draw_labels(rows: list[DeviceRow], places: list[int], seed: int) -> list[DeviceRow]:
+    """The same rows with labels that the model will draw. places: of each row among all rows of the run; this and the seed decide
+    the draws, so no layout changes them."""
+    generators = [np.random.Generator(np.random.Philox(key=[seed, place])) for place in places]
+    draws = [torch.from_numpy(generator.random(len(row.tokens_T))) for row, generator in zip(rows, generators)]
+    return [row._replace(draws_T=x.to(row.tokens_T.device)) for row, x in zip(rows, draws)]
+
+
+def measure_curvature(batch: list[DeviceRow], step: int, targets: float, state: State, run: "Run", m: Model, inputs: Inputs):
+    """For Sophia: a pass over the step's rows with labels drawn from the predictions, whose gradient is of the same sum over all
+    ranks as the loss's. A pass that is not finite counts for nothing."""
+    hp, grid, order = run.hp, run.grid, run.order
+    places = order.rows_before(step) + dealt(order.leg(step).rows_per_step, grid.world.size, grid.world.index)
+    rows = draw_labels(batch, places.tolist(), hp.seed)
+    _, squared = schedule(rows, state, grid, m, run.transport, 1 / max(targets, 1), keep_layers=hp.keep_layers, inputs=inputs)
+    if np.isfinite(exchange([float(squared)], grid, run.device)).all():
+        optim.measure_curvature(state, targets, hp.stream_chunk)
+    state.grad.clear()
 
 
 def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: Model, transport: Transport,
@@ -350,7 +413,9 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                                                                  if hp.rows_per_rank else ""))
     for name, allowed in {"weight_transport": ("auto", "fp8", "bf16", "compute"), "grad_transport": ("auto", "bf16", "fp32"),
                           "dense_gather": ("step", "layer"),
-                          "optimizer": ("muon", "adamw"), "schedule": SCHEDULES, "packing": data.PACKINGS, "balance": BALANCE,
+                          "optimizer": tuple(optim.OPTIMIZERS), "schedule": SCHEDULES,
+                          "packing": data.PACKINGS, "balance": BALANCE,
+                          "newton_schulz": tuple(optim.NEWTON_SCHULZ), "lr_scaling": ("none", "sqrt", "linear"),
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -364,6 +429,12 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           f"{kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
+    if hp.decay > 1:
+        raise ConfigError(f"--decay={hp.decay:g}: a fraction of the steps, 0 to 1")
+    optim.scaled_rate(hp.lr, hp.lr_scaling, per_step * m.seq_len, hp.lr_batch)
+    for name in ("skip_window", "max_skips", "curvature_every"):
+        if getattr(hp, name) < 1:
+            raise ConfigError(f"--{name}={getattr(hp, name)}: must be at least 1")
     if hp.steps < 1:
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
@@ -594,8 +665,23 @@ class Output:
         self.log(f"first step back {seconds:.1f} s after the last sign of life before the crash")
         return {"recovery_s": seconds}
 
+    def warn(self, text: str):
+        if text:
+            self.log(f"WARNING: {text}")
+
+    def diverged(self, step: int, skips: health.Skips):
+        """Writes what a person needs; raises Diverged on every rank."""
+        place = self.path / "diverged.txt"
+        if self.active:
+            place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
+            self.progress(step, "diverged")
+        raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} "
+                              "names them, and the checkpoints from before")
+
     def metrics(self, values: dict):
         if self.active:
+            # JSON has no NaN
+            values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
@@ -764,9 +850,9 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
 
 
 def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
-          out: Output) -> tuple[Run, State, int]:
-    """Fresh or from a checkpoint, which rank 0 chooses; also the first step to run. With --resume=auto the newest that is as it
-    was written; those that are not are set aside, once a good one has been found."""
+          out: Output) -> tuple[Run, State, dict]:
+    """Fresh or from a checkpoint, which rank 0 chooses; also this one's manifest, or nothing. With --resume=auto the newest that is
+    as it was written; those that are not are set aside, once a good one has been found."""
     root, device = out.path / "ckpt", where.device
 
     def choose() -> list[str]:
@@ -781,7 +867,7 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
     if out.active:
         checkpoint.remove_unfinished(root)
     if not names:
-        return run_of(asked, hp, m, grid, where, {}, None, out), empty_state(hp, m, grid, device), 0
+        return run_of(asked, hp, m, grid, where, {}, None, out), empty_state(hp, m, grid, device), {}
     state, damaged = None, []
     for chosen in (root / name if hp.resume == "auto" else Path(name) for name in names):
         manifest, damage = checkpoint.agreed(lambda: checkpoint.read_manifest(chosen), grid, device)
@@ -790,7 +876,8 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
             state = state or empty_state(hp, m, grid, device)
             _, damage = checkpoint.agreed(lambda: checkpoint.load(chosen, state, grid, m), grid, device)
         if not damage:
-            return run, state, start_from(chosen, manifest["step"], damaged, out)
+            start_from(chosen, manifest["step"], damaged, out)
+            return run, state, manifest
         out.log(f"WARNING: {damage}")
         damaged.append((chosen, damage))
     raise ConfigError(f"{damaged[0][1]}" + (f"; nor can any other of {len(damaged)} be read" if len(damaged) > 1 else ""))
@@ -823,8 +910,8 @@ def empty_state(hp: Hyperparameters, m: Model, grid: Grid, device) -> State:
     return state
 
 
-def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Output) -> int:
-    """Puts the run's directory in order for a run that starts from this checkpoint; returns its step."""
+def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Output):
+    """Puts the run's directory in order for a run that starts from this checkpoint of this step."""
     out.log(f"resumed from {chosen}" + (f", because newer ones are damaged: {len(damaged)}" if damaged else ""))
     root = out.path / "ckpt"
     if out.active:
@@ -833,7 +920,6 @@ def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Ou
             out.log(f"WARNING: {path} is damaged and now {aside}; delete it when you have seen to it")
         for place in checkpoint.set_aside_after(root, step):
             out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
-    return step
 
 
 def main(argv: list[str]) -> int:
@@ -854,8 +940,8 @@ def main(argv: list[str]) -> int:
         out.log(f"warning: {warning}")
 
     together(out.lock, grid, device)
-    run, state, step = begin(asked, hp, m, grid, where, out)
-    hp = run.hp
+    run, state, found = begin(asked, hp, m, grid, where, out)
+    hp, step = run.hp, found.get("step", 0)
     last = min(hp.stop_at or hp.steps, hp.steps)
     if step >= last:
         out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
@@ -864,91 +950,221 @@ def main(argv: list[str]) -> int:
     out.open(hp, m, step)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
     try:
-        stopped = train(run, state, step, last, launch.StopRequest())
-    except checkpoint.NotSaved as error:
+        stopped = train(run, state, step, last, launch.StopRequest(), found)
+    except (checkpoint.NotSaved, health.Diverged, health.CheckFailed) as error:
         out.log(f"error: {error}")
         out.finish_evaluation(0)
-        return launch.EXIT_NOT_SAVED
+        return {checkpoint.NotSaved: launch.EXIT_NOT_SAVED, health.Diverged: launch.EXIT_DIVERGED,
+                health.CheckFailed: launch.EXIT_UNHEALTHY}[type(error)]
     out.log(ledger(), console=False)
     out.finish_evaluation(0 if stopped else EVALUATION_S)
     out.close()
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
 
-def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest) -> bool:
-    """Steps until `last`; True if it ended early because a signal asked for it."""
+def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest, found: dict) -> bool:
+    """Steps until `last`; True if it ended early because a signal asked for it. found: the manifest of the checkpoint that the
+    run goes on from, or nothing. Raises NotSaved, Diverged, CheckFailed."""
     hp, m, grid, transport, device, order, out = run.hp, run.m, run.grid, run.transport, run.device, run.order, run.out
     flops, times = [flops_per_token(m, mean_segment(blend)) for blend in run.blends], []
-    plan = optim.plan_muon(state, grid, m, hp.optimizer)
+    plan = optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
+    watch = Watch(run, state, found)
     loader = data.Loader(run.blends, order, grid.world.size, grid.world.index, step)
     batch, digest = next_rows(loader, step, device)
-    inputs = None
-    targets = exchange([count_targets(batch)], grid, device).sum()
+    counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
-    end_of_job, news = launch.end_of_job(hp.walltime), {}
+    inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
     while step < last:
-        start, waited_s, waited, sent = time.perf_counter(), WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        clock = Clock(device)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
         stage, blend = run.stages[number := order.leg(step).stage], run.blends[number]
-        lr = optim.learning_rate(step, hp.steps, stage.lr, hp.warmup, stage.schedule, stage.final_lr)
+        lr = rate(run, step)
         if inputs is None or m.seq_len != stage.seq_len:
             inputs, m = None, dataclasses.replace(m, seq_len=stage.seq_len)  # the old ones go first
             inputs = together(lambda: make_inputs(m.layers, hp.rows_per_rank, (m.seq_len, m.width), transport.compute,
                                                   hp.offload_fraction, copies), grid, device)
         next_batch, next_digest = next_rows(loader, step + 1, device)
+        watch.step_begins(step)
 
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
-            sums = torch.stack(schedule(batch, state, grid, m, transport, 1 / max(targets, 1), keep_layers=hp.keep_layers,
-                                        inputs=inputs)).tolist()
-            # every rank now learns the loss, the norm, the next step's targets and who was told to stop or to save
+            sums, balance = passes(run, m, state, step, batch, counts, inputs)
             reason = why_stop(stop, end_of_job, times, saver)
-            numbers = exchange([*sums, count_targets(next_batch), bool(reason), out.save_wanted(step)], grid, device)
-            loss, squared_norm, next_targets, stopping, saving = numbers.sum(0)
-            loss, grad_norm = loss / max(targets, 1), math.sqrt(squared_norm / grid.R)
-            if not math.isfinite(loss + grad_norm):
-                saver.wait()  # what it writes is from before
-                ranks = np.flatnonzero(~np.isfinite(numbers).all(1)).tolist()
-                raise FloatingPointError(f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, not finite on ranks {ranks}; no "
-                                         "update was made. Lower --lr, or resume from an earlier checkpoint with other data")
-            began_update = time.perf_counter()
-            optim.update(state, grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
-                         transport, chunk=hp.stream_chunk)
+            told = tell(sums, state, counts[:, 0].sum(), batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
+            clock.update_begins()
+            if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
+                state.grad.clear()
+            else:
+                update(run, state, step, plan, lr, told.grad_norm, balance)
 
-        measured = {"row_ids": digest, "stage": number}
-        step, batch, targets, digest = step + 1, next_batch, next_targets, next_digest
-        times.append(time.perf_counter() - start)
-        measured |= {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_s": times[-1],
-                    "optimizer_s": start + times[-1] - began_update if device.type == "cpu" else None,
-                    # where wait() returns at once, the time in it says nothing
-                    "exposed_comm_s": WIRE.waited_s - waited_s if device.type == "cpu" else None,
-                    "exposed_s": dict(WIRE.waited - waited) if device.type == "cpu" else None,
-                    "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - sent).items()},
+        step += 1
+        measured = {"row_ids": digest, "stage": number, "loss": told.loss, "grad_norm": told.grad_norm, "lr": lr,
+                    **clock.step_ends(times), **load_of(balance, grid), **watch.step_ends(step, told, counts, balance, skipped),
                     "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
+        batch, digest, counts = next_batch, next_digest, told.counts
         if memory:
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+            out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         report(run, step, measured, flops[number], times)
-        news = {}
-        if step == last or stopping or saving or (hp.ckpt_every and step % hp.ckpt_every == 0):
+        if watch.skips.given_up:
+            out.saved(saver.wait())  # what it writes is from before
+            out.diverged(step, watch.skips)
+        # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
+        news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
+        if step == last or told.stopping or save_due and not watch.skips.streak:
             copies.finish()
-            news = out.saved(saver.start(step, {**run.meta, "row": order.rows_before(step)}, optim.phases(state, plan)))
-        if stopping:
+            meta = {**run.meta, "row": order.rows_before(step), "health": watch.state()}
+            news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan))), False
+        if told.stopping:
             break
     loader.close()
+    why = f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if told.stopping else ""
+    finish(out, saver, step, why)
+    return told.stopping and step < last
+
+
+def rate(run: Run, step: int) -> float:
+    """The learning rate of a step: its stage's schedule, scaled to its number of tokens."""
+    hp, leg = run.hp, run.order.leg(step)
+    stage = run.stages[leg.stage]
+    peak = optim.scaled_rate(stage.lr, hp.lr_scaling, leg.rows_per_step * stage.seq_len, hp.lr_batch)
+    return optim.learning_rate(step, hp.steps, peak, hp.warmup, stage.schedule, stage.final_lr, hp.decay)
+
+
+def passes(run: Run, m: Model, state: State, step: int, batch: list[DeviceRow], counts: np.ndarray,
+           inputs: Inputs) -> tuple[tuple[Tensor, Tensor], Balance]:
+    """Forward and backward pass of a step, before it Sophia's where it is due: what schedule returned, and where the tokens went.
+    counts: [world, 2] targets and tokens of the step."""
+    hp, (targets, tokens) = run.hp, counts.sum(0)
+    balance = Balance(m, run.device, tokens, hp.aux_loss, hp.z_loss)
+    if hp.optimizer == "sophiag" and step % hp.curvature_every == 0:
+        measure_curvature(batch, step, targets, state, run, m, inputs)
+    return schedule(batch, state, run.grid, m, run.transport, 1 / max(targets, 1), keep_layers=hp.keep_layers, inputs=inputs,
+                    balance=balance), balance
+
+
+def update(run: Run, state: State, step: int, plan: optim.MuonPlan, lr: float, grad_norm: float, balance: Balance):
+    """Moves the weights and, where the router has one, the bias that evens out the load."""
+    hp = run.hp
+    optim.update(state, run.grid, plan, hp.optimizer, lr, hp.weight_decay, optim.clip_scale(grad_norm, hp.clip), step,
+                 run.transport, chunk=hp.stream_chunk)
+    if hp.bias_rate and run.m.router == "sigmoid":
+        move_bias(state.bias_LX, balance.counts_LX, hp.bias_rate)
+
+
+def finish(out: Output, saver: checkpoint.Saver, step: int, why: str):
+    """Waits for the last checkpoint; raises NotSaved if there is none."""
     out.progress(step, "checkpoint")
     if error := out.saved(final := saver.wait()).get("ckpt_error"):
         raise checkpoint.NotSaved(f"the last checkpoint of this run is missing: {error}, then run again to resume")
-    out.log(f"checkpoint {final.path}"
-            + (f"; stopped by {reason or 'another rank'}, run again (--resume=auto) to go on" if stopping else ""))
-    out.progress(step, "done" if step == hp.steps else "stopped")
-    return bool(stopping) and step < last
+    out.log(f"checkpoint {final.path}{why}")
+    out.progress(step, "done" if step == out.hp.steps else "stopped")
+
+
+class Told(NamedTuple):
+    """What every rank knows once a step's backward pass is over."""
+
+    loss: float  # nats per target
+    grad_norm: float
+    suspects: list[int]  # ranks where something that is bad would come from
+    digest: int  # of the rows that were read, in any order
+    node_parts: np.ndarray  # [nodes] squared norms of the parts of the gradient that are summed up in a node
+    parts_squared: float  # squared norm of their sum
+    counts: np.ndarray  # [world, 2]: targets and tokens of the next step
+    stopping: bool  # some rank was told to stop
+    saving: bool  # someone wants a checkpoint
+
+
+def tell(sums: tuple[Tensor, Tensor], state: State, targets: float, batch: list[DeviceRow], next_batch: list[DeviceRow],
+         stopping: bool, saving: bool, grid: Grid, device) -> Told:
+    """The small collective at the end of a step. sums: what schedule returned; targets: of this step, of all ranks."""
+    zero = torch.zeros_like(sums[0])
+    parts = state.node_squared or {}
+    summed = sum((state.squared[name] for name in parts), zero)
+    measured = torch.stack([*sums, state.token_squared, sum(parts.values(), zero), summed])
+    digest = sum(row.digest for row in batch) % 2**DIGEST_BITS
+    mine = [*measured.tolist(), digest, count_targets(next_batch), count_tokens(next_batch), stopping, saving]
+    numbers = exchange(mine, grid, device)
+    loss, squared, token_squared, node_part, parts_squared, digests, _, _, stopping, saving = numbers.T
+    suspects = health.suspects(loss, np.sqrt(token_squared), squared)
+    return Told(loss.sum() / max(targets, 1), math.sqrt(squared.sum() / grid.R), suspects,
+                sum(map(int, digests)) % 2**DIGEST_BITS, node_part.reshape(-1, grid.E).sum(1),
+                parts_squared.sum() / grid.R, numbers[:, 6:8], bool(stopping.any()), bool(saving.any()))
+
+
+class Watch:
+    """Looks after a run (health.py): what each part of it knows goes into the checkpoint."""
+
+    def __init__(self, run: Run, state: State, found: dict):
+        """Checks the state as it is at the start. found: the checkpoint's manifest, or nothing."""
+        hp, self.run, self.tensors, self.fresh, known = run.hp, run, state, not found, found.get("health", {})
+        self.m = dataclasses.replace(run.m, seq_len=max(stage.seq_len for stage in run.stages))  # of which positions are checked
+        self.skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
+        self.repeats = health.Repeats(run.order.same_rows, known.get("rows"))
+        self.noise = health.Noise(known.get("noise"))
+        self.moves = health.Moves(state, run.grid, run.m) if hp.check_every and all(stage.lr for stage in run.stages) else None
+        if hp.check_every:
+            health.check_state(state, run.grid, self.m)
+
+    def state(self) -> dict:
+        return {"skips": self.skips.state(), "rows": self.repeats.state(), "noise": self.noise.state()}
+
+    def measures_noise(self, step: int) -> bool:
+        hp, grid = self.run.hp, self.run.grid
+        return bool(hp.noise_every) and step % hp.noise_every == 0 and grid.N * grid.R > 1
+
+    def step_begins(self, step: int):
+        if self.run.order.leg(step).step == step:
+            self.skips.accepted.clear()  # other data or another batch: its loss and norm are on another level
+        self.tensors.node_squared = {} if self.measures_noise(step) else None
+
+    def step_ends(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
+        """Checks what can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
+        hp, m, grid, out = self.run.hp, self.run.m, self.run.grid, self.run.out
+        problem = health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k)
+        if problem := problem or self.repeats.problem(step, told.digest):
+            raise health.CheckFailed(problem)
+        if skipped:
+            out.warn(f"step {step} is skipped, {len(self.skips.streak)} in a row: {skipped}")
+            return {"skipped": self.skips.total, "skipped_why": skipped, "rows_digest": told.digest}
+        if self.fresh and step == 1:
+            out.warn(health.loss_warning(told.loss, m.vocab))
+        if self.moves:
+            self.moves.accepted()
+        if hp.check_every and step % hp.check_every == 0:
+            health.check_state(self.tensors, grid, self.m)
+        if self.measures_noise(step - 1):
+            self.noise.add(told.node_parts, told.parts_squared, counts[:, 0].reshape(-1, grid.E).sum(1))
+        return {"skipped": self.skips.total, "noise_tokens": self.noise.tokens(), "rows_digest": told.digest}
+
+
+class Clock:
+    """Times and bytes of a step, as metrics."""
+
+    def __init__(self, device: torch.device):
+        self.waited_s, self.waited, self.sent = WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
+        self.start = time.perf_counter()
+        self.on_host = device.type == "cpu"
+
+    def update_begins(self):
+        self.update = time.perf_counter()
+
+    def step_ends(self, times: list[float]) -> dict:
+        """Also puts the step's seconds at the end of times."""
+        now = time.perf_counter()
+        times.append(now - self.start)
+        return {"step_s": times[-1], "optimizer_s": now - self.update if self.on_host else None,
+                # where wait() returns at once, the time in it says nothing
+                "exposed_comm_s": WIRE.waited_s - self.waited_s if self.on_host else None,
+                "exposed_s": dict(WIRE.waited - self.waited) if self.on_host else None,
+                "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
 def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
@@ -958,6 +1174,18 @@ def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[flo
     if end_of_job and time.time() + needs_s > end_of_job:
         return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
     return stop.requested
+
+
+def load_of(balance: Balance, grid: Grid) -> dict:
+    """Load of each layer's experts, largest over mean; how many experts got no token; the same of the ranks of a node (all nodes
+    together), the mean over layers: with E ranks up to E. And the losses that push the load, where there are any."""
+    counts_LX, (aux, z) = balance.counts_LX.cpu(), balance.losses()
+    ranks_LE = counts_LX.unflatten(1, (grid.E, -1)).sum(-1)
+    even = counts_LX.mean(1).clamp(min=1e-9)
+    return {"expert_load": [round(x, 4) for x in (counts_LX.amax(1) / even).tolist()],
+            "dead_experts": int((counts_LX == 0).sum()),
+            "rank_load": round(float((ranks_LE.amax(1) / ranks_LE.mean(1).clamp(min=1e-9)).mean()), 4),
+            **({"aux_loss": aux} if balance.aux else {}), **({"z_loss": z} if balance.z else {})}
 
 
 def report(run: Run, step: int, measured: dict, flops: float, times: list[float]):

@@ -2,5 +2,21 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: spinning threads take the cores of the spawned ranks
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A directory with some texts to train on."""
+    path = tmp_path_factory.mktemp("train")
+    (path / "texts").mkdir()
+    rng = np.random.default_rng(0)
+    words = "the model reads a row of tokens and every rank adds its part of the gradient to what the others sent".split()
+    for i in range(60):
+        text = " ".join(rng.choice(words, rng.integers(5, 400)))
+        (path / "texts" / f"{i}.txt").write_text(text)
+    return path

@@ -16,6 +16,9 @@ CASES += [
     dict(name="fp8", weights="fp8"),  # the same blocks in every layout, so as equal as without
     dict(name="chunks", chunk=1),
     dict(name="kept", keep=1, shared=1, router="sigmoid", dense="layer", weights="fp8"),  # a graph without the weights
+    # losses and bias of the router, from counts of all ranks; graphs that are kept and layers that are recomputed
+    dict(name="balance", c=2, router="sigmoid", aux=0.05, z=0.02, keep=1, chunk=1),
+    dict(name="balance-softmax", c=4, aux=0.05, z=0.02),
     # what production uses: only bf16's own rounding may differ
     dict(name="production", router="sigmoid", compute="bfloat16", weights="fp8", grads="bfloat16", fixed=True, loose=True),
 ]
@@ -92,6 +95,11 @@ def test_layout_equals_one_rank(reference, saved, tmp_path, nodes, ranks, replic
     assert found["resumed"]["losses"] == pytest.approx(saved[1], rel=1e-4)
     for other in ("layer", "layer-regather"):  # how dense weights travel changes no bit; a stale refresh would
         assert found[other]["losses"] == found["c1-softmax"]["losses"] and found[other]["norm"] == found["c1-softmax"]["norm"]
+    for name in ("balance", "balance-softmax"):
+        want, got = reference[name], found.get(name, reference[name])
+        assert got["router_losses"] == pytest.approx(want["router_losses"], rel=1e-6), name
+        assert got["bias"] == want["bias"] and got["counts"] == want["counts"], name
+        assert all(sum(row) == 12 * 40 * 4 for row in got["counts"]), "12 rows of 40 tokens with 4 choices each"
     assert reference["c1-softmax"]["losses"][-1] < reference["c1-softmax"]["losses"][0] - 0.02  # the steps did something
 
 

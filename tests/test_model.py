@@ -771,3 +771,44 @@ def test_device_names_are_compared_with_device_type_only(path):
             allowed |= {n for n in device_literals(node.value) if n.value == "cpu"}
     if path.name != "launch.py":
         assert not device_literals(tree) - allowed, [f"{path.name}:{n.lineno}" for n in device_literals(tree) - allowed]
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_router_losses_have_the_gradients_that_autograd_finds(router):
+    """Over two rows, one with padding at its end; the shares are constants."""
+    m = model.model_of("debug", layers=1, experts=8, top_k=2, groups=1, router=router)
+    rows, real = [torch.randn(6, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)], [6, 4]
+    balance, chosen = model.Balance(m, torch.device("cpu"), 10, aux=0.3, z=0.2), []
+    out = [balance.logits(0, n, True, x) for x, n in zip(rows, real)]
+    again = [balance.logits(0, n, False, x) for x, n in zip(rows, real)]  # a recomputation adds nothing
+    for x, n in zip(rows, real):
+        chosen.append(model.choose_experts(x.detach(), torch.zeros(8), m))
+        balance.count(0, n, chosen[-1])
+    balance.summed(balance.total_LC)
+    counts = torch.cat([c[:n] for c, n in zip(chosen, real)]).flatten().bincount(minlength=8).double()
+    assert balance.counts_LX[0].tolist() == counts.tolist() and counts.sum() == 10 * 2
+    upstream = [torch.randn_like(x) for x in rows]
+    seen = torch.cat([x[:n] for x, n in zip(rows, real)])
+    p = torch.softmax(seen, -1) if router == "softmax" else torch.sigmoid(seen) / torch.sigmoid(seen).sum(-1, keepdim=True)
+    aux = 0.3 * 8 * (counts / 20 * p.mean(0)).sum()
+    z = 0.2 * seen.logsumexp(-1).square().mean()
+    assert balance.losses() == pytest.approx((aux.item(), z.item()))
+    want = torch.autograd.grad(aux + z + sum((x * u).sum() for x, u in zip(rows, upstream)), rows)
+    for found in (out, again):
+        got = torch.autograd.grad(sum((x * u).sum() for x, u in zip(found, upstream)), rows, retain_graph=True)
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_the_bias_rises_for_experts_below_the_mean_and_evens_out_the_load():
+    bias, counts = torch.zeros(2, 4), torch.tensor([[5, 1, 3, 3], [2, 2, 2, 2]]).double()
+    model.move_bias(bias, counts, 0.1)
+    torch.testing.assert_close(bias, torch.tensor([[-0.1, 0.1, 0, 0], [0, 0, 0, 0.0]]))
+    m = model.model_of("debug", router="sigmoid", layers=1, max_per_group=4)
+    logits, bias, load = torch.randn(4000, 16) + torch.linspace(-1, 1, 16), torch.zeros(1, 16), []
+    for _ in range(300):
+        balance = model.Balance(m, torch.device("cpu"))
+        balance.count(0, None, model.choose_experts(logits, bias[0], m))
+        load.append(float(balance.counts_LX.max() / balance.counts_LX.mean()))
+        model.move_bias(bias, balance.counts_LX, 0.003)
+    assert load[0] > 1.5 and load[-1] < 1.05

@@ -120,7 +120,7 @@ def test_muon_equals_a_plain_muon_of_single_matrices(changes, dtype, tolerance):
         assert error < tolerance, f"{name}: {error:.1e} of the update"
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw", "sophiag"])
 @pytest.mark.parametrize("layout", LAYOUTS[1:6], ids=str)
 def test_the_update_of_many_ranks_equals_that_of_one(layout, optimizer, monkeypatch):
     """The ranks are threads that hand each other what they would send. Update scale and matrices are the whole ones."""
@@ -143,14 +143,17 @@ def test_the_update_of_many_ranks_equals_that_of_one(layout, optimizer, monkeypa
         return parallel.Pending(purpose, None, (), lambda: torch.cat(got))
 
     monkeypatch.setattr(optim, "all_to_all_uneven", all_to_all_uneven)
+    def update(state, g):
+        plan = optim.plan_muon(state, g, m, optimizer, per_head=layout == (1, 2, 2))
+        optim.update(state, g, plan, optimizer, 0.02, 0.1, 0.5, step, PLAIN, torch.float32)
+
     for step in range(2):
         grads = random_gradients(m)
         for state, g in [(alone, grid), *zip(states, ranks)]:
             set_gradients(state, grads, m, g)
-        optim.update(alone, grid, optim.plan_muon(alone, grid, m, optimizer), optimizer, 0.02, 0.1, 0.5, step, PLAIN, torch.float32)
+        update(alone, grid)
         with ThreadPoolExecutor(len(ranks)) as pool:
-            list(pool.map(lambda state, g: optim.update(state, g, optim.plan_muon(state, g, m, optimizer), optimizer, 0.02,
-                                                        0.1, 0.5, step, PLAIN, torch.float32), states, ranks))
+            list(pool.map(update, states, ranks))
     want = by_name(alone.master, alone, m, grid)
     for state, g in zip(states, ranks):
         for name, bucket in state.buckets.items():
@@ -244,6 +247,164 @@ def test_muon_moves_an_element_as_much_as_adamw_does():
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# All methods against plain ones of single matrices, in fp64
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def plain_muon(iteration: str, heads: dict[str, int]):
+    """Of a name's matrix: its direction in units of lr. Orthogonalised head by head where heads says so."""
+    def direction(name, value, mixed, step):
+        out = []
+        for x in mixed.chunk(heads.get(name.rsplit(".", 1)[-1], 1)):
+            side = max(x.shape)
+            x = x / (1.02 * x.norm())
+            for a, b, c in optim.NEWTON_SCHULZ[iteration]:
+                gram = x @ x.T if len(x) <= len(x.T) else x.T @ x
+                step_of = b * gram + c * gram @ gram
+                x = a * x + (step_of @ x if len(x) <= len(x.T) else x @ step_of)
+            out.append(0.2 * side**0.5 * x)
+        return torch.cat(out)
+    return direction
+
+
+def plain_mano(name, value, mixed, step):
+    out = torch.zeros_like(value)
+    lines = [(slice(None), j) for j in range(value.shape[1])] if step % 2 == 0 else [(i, slice(None)) for i in range(len(value))]
+    for line in lines:
+        w, g = value[line] / value[line].norm(), mixed[line]
+        across = g - (g @ w) * w
+        if across.norm() > 1e-14 * g.norm():
+            out[line] = across / across.norm() * 0.2 * len(w) ** 0.5
+    return out
+
+
+METHODS = {"polar5": ("muon", dict()), "quintic5": ("muon", dict(iteration="quintic5")), "ten": ("muon", dict(iteration="ten")),
+           "heads": ("muon", dict(per_head=True)), "mano": ("mano", dict())}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize("method", METHODS)
+def test_matrix_methods_equal_plain_ones_over_twenty_steps(method, scale):
+    """Tall, wide, square and single-row matrices; one expert with a thousand times the others' gradient."""
+    optimizer, options = METHODS[method]
+    m = model.model_of("debug", **TINY | dict(shared_experts=1, heads=2, kv_heads=1))
+    state, grid = one_rank(m, optimizer, torch.float64)
+    plan = optim.plan_muon(state, grid, m, optimizer, **options)
+    direction = plain_mano if method == "mano" else plain_muon(
+        options.get("iteration", "polar5"), {"q": 2, "k": 1, "v": 1} if options.get("per_head") else {})
+    start = by_name(state.master, state, m, grid)
+    plain = {name: (value.clone(), torch.zeros_like(value)) for name, value in start.items() if is_matrix_of_a_layer(name)}
+    for step in range(20):
+        grads, lr = random_gradients(m, torch.float64), 0.02 / (step + 1)
+        grads = {name: g * scale * (1000 if "experts.3." in name else 1) for name, g in grads.items()}
+        set_gradients(state, grads, m, grid)
+        optim.update(state, grid, plan, optimizer, lr, 0.1, 0.5, step, PLAIN, torch.float64)
+        for name, (value, momentum) in plain.items():
+            momentum.mul_(0.95).add_(0.5 * grads[name])
+            moved = direction(name, value, 0.5 * grads[name] + 0.95 * momentum, step)
+            value.mul_(1 - lr * 0.1).sub_(lr * moved)
+    end = by_name(state.master, state, m, grid)
+    for name, (value, _) in plain.items():
+        error = (end[name] - value).norm() / (value - start[name]).norm()
+        assert error < (1e-9 if scale == 1 else 1e-6), f"{name}: {error:.1e} of the update"  # 1e-15 is added to a norm
+
+
+def test_ten_iterations_end_at_one_and_five_only_near_it():
+    for name, worst in {"polar5": 0.16, "quintic5": 0.32, "ten": 1e-3}.items():
+        values = torch.logspace(-2, 0, 2001, dtype=torch.float64) / 1.02
+        for a, b, c in optim.NEWTON_SCHULZ[name]:
+            values = a * values + b * values**3 + c * values**5
+        assert (values - 1).abs().max() < worst, name
+
+
+@pytest.mark.parametrize("shape", [(96, 32), (32, 96), (1, 40), (40, 1), (1, 1)])
+def test_mano_is_perpendicular_line_by_line_and_what_is_parallel_vanishes(shape):
+    value, mixed = torch.randn(shape), torch.randn(shape) * 1e-9
+    for step in (0, 1):
+        moved, dim = optim.mano_direction(mixed, value, step), step % 2
+        assert moved.isfinite().all() and (moved * value).sum(dim).abs().max() < 1e-4 * value.norm()
+        length = torch.linalg.vector_norm(moved, dim=dim)
+        if shape[dim] == 1:
+            assert (moved == 0).all(), "a single number is parallel to its weight"
+        else:
+            torch.testing.assert_close(length, torch.full_like(length, 0.2 * shape[dim] ** 0.5))
+        assert (optim.mano_direction(torch.zeros(shape), value, step) == 0).all()
+        assert (optim.mano_direction(3 * value, value, step) == 0).all(), "rounding was scaled up to a full step"
+    assert optim.mano_direction(mixed, torch.zeros(shape), 0).isfinite().all()
+
+
+def test_sophia_equals_a_plain_one_over_twenty_steps():
+    m = model.model_of("debug", **TINY)
+    state, grid = one_rank(m, "sophiag", torch.float64)
+    start = by_name(state.master, state, m, grid)
+    plain = {name: [value.clone(), torch.zeros_like(value), torch.zeros_like(value)] for name, value in start.items()}
+    decays, plan = [n for n in start if is_matrix_of_a_layer(n) or n == "head"], optim.plan_muon(state, grid, m, "sophiag")
+    for step in range(20):
+        if step % 5 == 0:
+            drawn = random_gradients(m, torch.float64)
+            set_gradients(state, drawn, m, grid)
+            optim.measure_curvature(state, 300.0)
+            assert not state.grad
+            for name, (_, _, h) in plain.items():
+                h.mul_(0.99).add_(0.01 * 300.0 * drawn[name] ** 2)
+        grads, lr = random_gradients(m, torch.float64), 0.01 / (step + 1)
+        grads = {n: g * (0 if n == "embed" else 1e-9 if ".q" in n else 1) for n, g in grads.items()}
+        set_gradients(state, grads, m, grid)
+        optim.update(state, grid, plan, "sophiag", lr, 0.1, 0.5, step, PLAIN)
+        for name, (value, first, h) in plain.items():
+            first.mul_(0.96).add_(0.04 * 0.5 * grads[name])
+            value.mul_(1 - lr * (0.1 if name in decays else 0)).sub_(lr * (first / (0.05 * h).clamp(min=1e-12)).clamp(-1, 1))
+    for name, value in by_name(state.master, state, m, grid).items():
+        torch.testing.assert_close(value, plain[name][0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw", "sophiag"])
+def test_state_that_streams_from_the_host_is_updated_to_the_same_bits(optimizer):
+    m, results = model.model_of("debug", **TINY), []
+    grid = make_grid(0, 1, 1, 1, m, connect=False)
+    for offload, chunk in ((False, 0), (False, 5000), (True, 5000)):
+        state = init_state(m, grid, 0, CPU, offload)
+        optim.init_moments(state, optimizer)
+        parallel.fill_own(state, PLAIN)
+        for step in range(3):
+            torch.manual_seed(step)
+            set_gradients(state, random_gradients(m), m, grid)
+            state.grad = {n: state.slots[n].copy_(g) for n, g in state.grad.items()} if offload else state.grad
+            if optimizer == "sophiag" and step == 0:
+                optim.measure_curvature(state, 10.0, chunk)
+                continue
+            optim.update(state, grid, optim.plan_muon(state, grid, m, optimizer), optimizer, 0.02, 0.1, 0.5, step, PLAIN, chunk=chunk)
+            if offload:
+                state.copies.finish()
+        results.append({n: (x.clone(), {k: y.clone() for k, y in state.moments[n].items()}) for n, x in state.master.items()})
+    for other in results[1:]:
+        for name, (master, moments) in results[0].items():
+            assert torch.equal(master, other[name][0]) and all(torch.equal(x, other[name][1][k]) for k, x in moments.items()), name
+
+
+def test_labels_are_drawn_from_the_predictions_and_the_curvature_is_that_of_gauss_newton():
+    """Of a head alone: the mean of targets * gradient^2 over draws against the diagonal of J' (diag p - p p') J."""
+    T, D, V = 6, 4, 5
+    x, norm, head = torch.randn(T, D), torch.ones(D), torch.randn(V, D)
+    targets = torch.tensor([0, 1, -1, 2, 3, 4])
+    h = model.rms_norm(x, norm).double()
+    p = torch.softmax(h @ head.double().T, -1) * (targets >= 0)[:, None]
+    want = (p * (1 - p)).T @ h**2 / 5
+    total, count = torch.zeros(V, D, dtype=torch.float64), 6000
+    draws = torch.rand(count, T, generator=torch.Generator().manual_seed(1))
+    for u in draws:
+        total += 5 * model.head_loss(x, targets, norm, head, 1 / 5, True, u)[3].double() ** 2
+    torch.testing.assert_close(total / count, want, rtol=0.1, atol=4e-3)
+
+
+def test_no_layout_changes_the_draws():
+    rows = [train.DeviceRow(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), Segments([0, 8], None), 8)] * 4
+    whole = train.draw_labels(rows, [100, 101, 102, 103], 3)
+    assert all(torch.equal(train.draw_labels(rows[:1], [100 + b], 3)[0].draws_T, whole[b].draws_T) for b in range(4))
+    assert not torch.equal(whole[0].draws_T, whole[1].draws_T)
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # AdamW, learning rate, clipping, decay
 # ------------------------------------------------------------------------------------------------------------------
 
@@ -283,8 +444,20 @@ def test_learning_rate_schedules():
     constant = [optim.learning_rate(step, 100, 2.0, 10, "constant", 0.1) for step in range(100)]
     assert constant[:10] == cosine[:10] and constant[10:] == [2.0] * 90
     assert optim.learning_rate(0, 1, 2.0, 0, "cosine", 0.1) == 2.0  # a run of one step, no warmup
+    wsd = [optim.learning_rate(step, 100, 2.0, 10, "wsd", 0.1, 0.2) for step in range(101)]
+    assert wsd[:80] == constant[:80] and wsd[99] == wsd[100] == pytest.approx(0.2) and wsd[89] == pytest.approx(1.1)
+    assert [a - b for a, b in zip(wsd[79:], wsd[80:100])] == pytest.approx([0.09] * 20)
+    assert optim.learning_rate(99, 100, 2.0, 10, "wsd", 0.1, 0.0) == pytest.approx(0.2)  # at least one step of decay
     with pytest.raises(ConfigError, match="--schedule=linear"):
         optim.learning_rate(20, 100, 2.0, 10, "linear", 0.1)
+
+
+def test_the_rate_follows_the_batch_by_a_named_rule():
+    assert optim.scaled_rate(1e-3, "none", 4000, 0) == 1e-3
+    assert optim.scaled_rate(1e-3, "sqrt", 4000, 1000) == pytest.approx(2e-3)
+    assert optim.scaled_rate(1e-3, "linear", 500, 1000) == pytest.approx(5e-4)
+    with pytest.raises(ConfigError, match="give its tokens per step as --lr_batch"):
+        optim.scaled_rate(1e-3, "sqrt", 4000, 0)
 
 
 def test_clip_scale():
@@ -293,7 +466,7 @@ def test_clip_scale():
     assert optim.clip_scale(1e9, 0) == 1.0
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw", "sophiag"])
 def test_clipping_scales_every_gradient(optimizer):
     m = model.model_of("debug", **TINY)
     grads, results = random_gradients(m), []
@@ -305,7 +478,7 @@ def test_clipping_scales_every_gradient(optimizer):
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw", "sophiag"])
 def test_decay_is_decoupled_and_spares_norms_router_and_embedding(optimizer):
     m = model.model_of("debug", **TINY, shared_experts=1)
     state, grid = one_rank(m, optimizer)
@@ -397,7 +570,7 @@ def random_rows(m: model.Model, count: int, T: int) -> list[train.DeviceRow]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw"])
 def test_every_parameter_moves_in_ten_steps_of_training(optimizer, dtype):
     m = model.model_of("debug", **TINY, shared_experts=1)
     state, grid = one_rank(m, optimizer)
@@ -415,7 +588,7 @@ def test_every_parameter_moves_in_ten_steps_of_training(optimizer, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", "mano", "adamw", "sophiag"])
 def test_masters_moments_and_gradients_are_fp32_and_share_no_memory(optimizer, dtype):
     m = model.model_of("debug", **TINY)
     state, grid = one_rank(m, optimizer)

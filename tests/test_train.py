@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 import torch
 import train
@@ -19,19 +18,6 @@ from spawn import ROOT, launch
 
 TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_rows=3", "--val_every=10", "--warmup=5"]
-
-
-@pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A directory with some texts to train on."""
-    path = tmp_path_factory.mktemp("train")
-    (path / "texts").mkdir()
-    rng = np.random.default_rng(0)
-    words = "the model reads a row of tokens and every rank adds its part of the gradient to what the others sent".split()
-    for i in range(60):
-        text = " ".join(rng.choice(words, rng.integers(5, 400)))
-        (path / "texts" / f"{i}.txt").write_text(text)
-    return path
 
 
 def run(here, name, *args, nodes=2, ranks=2, check=True):
@@ -236,7 +222,7 @@ def test_every_rank_ends_with_the_same_error_at_once(here):
     ("--rows_per_step=16 --rows_per_rank=3", "use --rows_per_step=24 or leave out --rows_per_rank=3"),
     ("--data=nowhere", "--data='nowhere'"),
     ("--run=../x", "--run=../x: must be a plain directory name"),
-    ("--optimizer=sgd", "--optimizer=sgd: unknown; use one of muon, adamw"),
+    ("--optimizer=sgd", "--optimizer=sgd: unknown; use one of muon, mano, adamw, sophiag"),
     ("--shared_experts=2", "--shared_experts=2: use 0 or 1"),
 ])
 def test_bad_settings_name_setting_value_and_fix(args, message):

@@ -13,38 +13,17 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import check  # noqa: E402
 import checkpoint  # noqa: E402
+import health  # noqa: E402
 import launch  # noqa: E402
 import model  # noqa: E402
 import offload  # noqa: E402
 import optim  # noqa: E402
 import parallel  # noqa: E402
 import train  # noqa: E402
+from check import ROWS, random_rows, tiny  # noqa: E402
 from model import Segments, model_of  # noqa: E402
-
-ROWS = 12  # divides by 1, 2, 3 and 4 ranks
-
-
-def tiny(**changes):
-    """Small, but with everything in it: GQA, a layer with and one without RoPE, 4 groups of 4 experts."""
-    return model_of("debug", layers=2, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32, vocab=250, seq_len=40,
-                    **changes)
-
-
-def random_rows(m, count=ROWS, seed=0) -> list[train.DeviceRow]:
-    """Rows of several documents, with very unequal numbers of targets; one row has none."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for r in range(count):
-        cuts = sorted(rng.choice(np.arange(1, m.seq_len), r % 4, replace=False).tolist())
-        tokens = torch.from_numpy(rng.integers(0, m.vocab, m.seq_len))
-        targets = torch.from_numpy(rng.integers(0, m.vocab, m.seq_len))
-        targets[torch.from_numpy(rng.random(m.seq_len)) < r / (count - 1)] = -1
-        bounds = [0, *cuts, m.seq_len]
-        rows.append(train.DeviceRow(tokens, targets, Segments(bounds, torch.tensor(bounds, dtype=torch.int32)),
-                                   int((targets >= 0).sum())))
-    return rows
-
 
 def full_gradients(state, m, grid) -> dict[str, torch.Tensor]:
     """This rank's pieces of every gradient, under names that say which values they are."""
@@ -114,9 +93,11 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
     scale = 1 / targets
     if case.get("fault") == "wrong count":
         scale = 1 / max(1, train.count_targets(rows)) / where.world  # averaged per rank, not per token
-    losses, first_norm = [], None
+    losses, first_norm, tokens = [], None, ROWS * m.seq_len
     for step in range(count):
-        loss, squared = train.schedule(rows, state, grid, m, wire, scale, keep_layers=case.get("keep", 0), inputs=inputs)
+        balance = model.Balance(m, where.device, tokens, case["aux"], case["z"]) if "aux" in case else None
+        loss, squared = train.schedule(rows, state, grid, m, wire, scale, keep_layers=case.get("keep", 0), inputs=inputs,
+                                       balance=balance)
         totals = parallel.exchange([float(loss), float(squared)], grid, where.device).sum(0)
         losses.append(totals[0] / targets)
         norm = (totals[1] / grid.R) ** 0.5
@@ -125,6 +106,10 @@ def steps(where, case: dict, m, grid, state, rows, count: int, after_first=lambd
             after_first(norm)
         optim.update(state, grid, plan, optimizer, case.get("lr", 2e-3), 0.1, optim.clip_scale(norm, 1.0), case.get("first", 0) + step,
                      wire, chunk=case.get("stream", 0))
+        if balance:
+            model.move_bias(state.bias_LX, balance.counts_LX, 0.01)
+            case.setdefault("found", {"counts": balance.counts_LX.tolist(), "router_losses": balance.losses(),
+                                      "bias": state.bias_LX.tolist()})  # of the first step: near-ties flip later
         copies.finish()
     return losses, first_norm
 
@@ -146,7 +131,7 @@ def layouts(where, out: Path, options: dict):
                 save_file(full_gradients(state, m, grid), out / f"{case['name']}.{where.rank}.safetensors")
 
         losses, norm = steps(where, case, m, grid, state, rows, case.get("steps", 5), keep_gradients)
-        results[case["name"]] = {"losses": losses, "norm": norm, "masters": digest(state.master)}
+        results[case["name"]] = {"losses": losses, "norm": norm, "masters": digest(state.master), **case.pop("found", {})}
         parallel.reduce_scatter, parallel.all_reduce = healthy
         model.choose_experts, parallel.WIRE.poison = choose, None
     if where.rank == 0:
@@ -164,6 +149,56 @@ def midway(where, out: Path, options: dict):
     assert not saver.wait().error
     if where.rank == 0:
         (out / "losses.json").write_text(json.dumps(losses))
+
+
+def checked(where, out: Path, options: dict):
+    """What check.py measures, without and with faults."""
+    results = {}
+    for fault in options["faults"]:
+        m = tiny()
+        grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, options["replicas"], m)
+        healthy, exchange = plant(fault, grid), check.exchange
+        if fault == "wrong count":  # of this rank's targets instead of all
+            check.exchange = lambda values, *args: exchange(values, *args) if len(values) > 1 else np.array([values]) * where.world
+        results[fault] = check.measure(grid, m, "step")
+        parallel.reduce_scatter, parallel.all_reduce = healthy
+        check.exchange = exchange
+    if where.rank == 0:
+        (out / "checked.json").write_text(json.dumps(results))
+
+
+def noise(where, out: Path, options: dict):
+    """The gradient noise scale of a fixed model, in tokens: as a run measures it, with one row per node and step; and directly, from
+    the gradients of those rows one by one: of what is summed up node by node, their variance over the squared norm of their mean."""
+    m = tiny()
+    grid, wire = parallel.make_grid(where.rank, where.world, 1, 1, m), parallel.Transport(torch.float32, dense="step")
+    alone = parallel.make_grid(0, 1, 1, 1, m, connect=False)
+    state, whole = parallel.init_state(m, grid, 1, where.device), parallel.init_state(m, alone, 1, where.device)
+    parallel.start_refresh(state, grid, wire)()
+    parallel.start_refresh(whole, alone, wire)()
+    measured, total, squares, averaged = health.Noise(), 0, 0.0, np.zeros(2)
+    for step in range(options["steps"]):
+        rng = np.random.default_rng([step, where.rank])
+        tokens = torch.from_numpy(rng.zipf(1.3, m.seq_len) % m.vocab)  # a common part: frequent tokens
+        targets = tokens.roll(-1)
+        row = train.DeviceRow(tokens, targets, Segments([0, m.seq_len], None), m.seq_len)
+        state.node_squared = {}
+        sums = train.schedule([row], state, grid, m, wire, 1 / (2 * m.seq_len))
+        counts = np.full((2, 2), m.seq_len)
+        told = train.tell(sums, state, 2 * m.seq_len, [row], [row], False, False, grid, where.device)
+        measured.noise = measured.signal = 0.0
+        measured.add(told.node_parts, told.parts_squared, counts[:, 0])
+        averaged += measured.state()
+        train.schedule([row], whole, alone, m, wire, 1 / m.seq_len)
+        gradient = torch.cat([whole.grad[name].flatten() for name in state.node_squared]).double()
+        total, squares = total + gradient, squares + float(gradient.square().sum())
+    n = options["steps"] * where.world
+    both = parallel.all_reduce(torch.cat((total, torch.tensor([squares]).double())), grid.world, "scalars").wait()
+    mean_squared = float((both[:-1] / n).square().sum())
+    variance = (float(both[-1]) / n - mean_squared) * n / (n - 1)  # of a row
+    if where.rank == 0:
+        direct = variance * m.seq_len / (mean_squared - variance / n)
+        (out / "noise.json").write_text(json.dumps({"estimate": averaged[0] / averaged[1], "direct": direct}))
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -241,9 +276,9 @@ def trace(where, out: Path, options: dict):
         parallel.WIRE.trace.append(("compute", "block"))
         return block(*args)
 
-    def traced_direction(matrices, dtype):
+    def traced_direction(matrices, *args):
         parallel.WIRE.trace.append(("compute", "experts" if matrices.dim() == 3 else "matrix"))
-        return direction(matrices, dtype)
+        return direction(matrices, *args)
 
     train.block, optim.muon_direction = traced_block, traced_direction
     parallel.WIRE.trace = []
