@@ -4,6 +4,7 @@ import json
 import math
 
 import check
+import data
 import health
 import model
 import numpy as np
@@ -255,6 +256,14 @@ def test_rows_that_come_again_are_found_and_epochs_are_not():
     assert "step 902 reads the rows of step 850 again" in resumed.problem(902, digests[850])
     few = Repeats(lambda a, b: a % 8 == b % 8)  # one row per step: each comes again in the next epoch
     assert not any(few.problem(step, digests[(step - 1) % 8]) for step in range(1, 50))
+
+
+def test_rows_are_told_apart_by_their_place_and_by_their_tokens():
+    def digest(tokens, origin):
+        return trainer.to_device(data.Row(np.array(tokens), np.array([1, -1]), [0, 2], 2, origin), CPU).digest
+
+    found = {digest(*args) for args in (([1, 2], "a 1"), ([1, 2], "a 2"), ([1, 2], "b 1"), ([2, 1], "a 1"))}
+    assert len(found) == 4 and max(found) < 2**48 and digest([1, 2], "a 1") in found
 
 
 def test_a_run_whose_rows_are_repeated_after_a_resume_ends_with_its_own_code(here):

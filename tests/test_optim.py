@@ -3,13 +3,16 @@
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import model
 import optim
+import order
 import parallel
 import train
 from model import ConfigError, Segments
@@ -397,11 +400,37 @@ def test_labels_are_drawn_from_the_predictions_and_the_curvature_is_that_of_gaus
     torch.testing.assert_close(total / count, want, rtol=0.1, atol=4e-3)
 
 
-def test_no_layout_changes_the_draws():
-    rows = [train.DeviceRow(torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64), Segments([0, 8], None), 8)] * 4
-    whole = train.draw_labels(rows, [100, 101, 102, 103], 3)
-    assert all(torch.equal(train.draw_labels(rows[:1], [100 + b], 3)[0].draws_T, whole[b].draws_T) for b in range(4))
-    assert not torch.equal(whole[0].draws_T, whole[1].draws_T)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_no_layout_changes_the_draws(world, monkeypatch):
+    """Each row of a step has the same draws whoever takes it; those of another step are others."""
+    o = order.Order([order.Stage(0, [order.Source("a" * 16, np.arange(200, dtype=np.uint8))], [1], 64)], [(0, 12)], 0)
+    seen = {}
+    monkeypatch.setattr(train, "exchange", lambda *_: np.array([np.nan]))
+    monkeypatch.setattr(train, "schedule", lambda rows, *_, **__: (seen.update({row.digest: row.draws_T for row in rows}), 0.0))
+
+    def draws(step: int, world: int) -> dict[int, Tensor]:
+        seen.clear()
+        for rank in range(world):
+            rows = [train.DeviceRow(torch.zeros(8, dtype=torch.int64), None, None, 8, None, int(r))
+                    for r in o.rows(step)[2][order.dealt(12, world, rank)]]
+            grid = SimpleNamespace(world=SimpleNamespace(size=world, index=rank))
+            run = SimpleNamespace(hp=train.Hyperparameters(seed=3), grid=grid, order=o, transport=None, device=None)
+            train.measure_curvature(rows, step, 1.0, SimpleNamespace(grad={}), run, None, None)
+        return dict(seen)
+
+    one, many = draws(5, 1), draws(5, world)
+    assert len(one) == 12 and one.keys() == many.keys() and all(torch.equal(one[r], many[r]) for r in one)
+    values = {float(x[0]) for x in (*one.values(), *draws(6, world).values())}
+    assert len(values) == 24
+
+
+def test_the_rate_is_scaled_to_the_tokens_of_its_stage():
+    sources = [order.Source("a" * 16, np.zeros(5000, np.uint8))]
+    o = order.Order([order.Stage(0, sources, [1], 64), order.Stage(256, sources, [1], 256)], [(0, 4), (128, 16)], 0)
+    stages = [train.Stage(0, "x", 64, 1e-2, "constant", 0.1), train.Stage(256, "x", 256, 1e-2, "wsd", 0.1)]
+    hp = train.Hyperparameters(steps=1000, warmup=10, lr_scaling="sqrt", lr_batch=256, decay=0.5)
+    rates = [train.rate(SimpleNamespace(hp=hp, order=o, stages=stages), step) for step in (4, 100, 200, 300, 999)]
+    assert rates == pytest.approx([0.5e-2, 1e-2, 2e-2, 4e-2, 0.4e-2])
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -163,6 +163,14 @@ def test_sixteen_steps_have_the_costs_of_the_block():
     assert drift > 0.1, "of the published method"
 
 
+def test_steps_of_short_epochs_have_the_same_rows_and_others_do_not():
+    """Also of two stages in which the corpus has another number."""
+    o = Order([Stage(0, [source(8)], [1], 64), Stage(128, [source(50, "b"), source(8)], [0, 1], 64)], [(0, 8)], 0, "none")
+    assert o.same_rows(0, 1) and o.same_rows(3, 130) and not np.array_equal(o.rows(0)[2], o.rows(1)[2])
+    o = Order([Stage(0, [source(24), source(24, "b")], [1, 1], 64)], [(0, 8)], 0, "none")
+    assert not any(o.same_rows(a, b) for a in range(6) for b in range(a))
+
+
 @pytest.mark.parametrize("sources, weights, rows, steps", [([source(100)], [1], 4, 16), ([source(3)], [1], 4, 1),
                                                            ([source(9000), source(30, "b")], [20, 1], 16, 32)])
 def test_copies_of_a_row_do_not_meet_in_a_step(sources, weights, rows, steps):
