@@ -316,7 +316,7 @@ class Noise:
     much larger gains little. From the squared norms of one node's gradient and of all nodes'; of numerator and denominator
     the averages are taken separately, since a mean of ratios is biased. Covers the buckets that are summed up node by node."""
 
-    KEEP = 0.9
+    KEEP = 0.95  # about 20 measurements
 
     def __init__(self, saved: list | None = None):
         self.noise, self.signal = saved or (0.0, 0.0)
