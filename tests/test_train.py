@@ -136,8 +136,9 @@ def test_a_damaged_checkpoint_that_is_the_only_one_is_refused_by_all_ranks_and_n
 
 
 def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error(here):
-    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY, "--steps=100000"]
-    for limit, code, message in (("--fsize=100000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY, "--steps=100000",
+            "--ckpt_every=0"]
+    for limit, code, message in (("--fsize=1000000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
                                   "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
                                  ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
         environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 25)}  # 20 are kept for the way out
