@@ -302,26 +302,27 @@ def test_stages(here):
 
     def args(run, stages, stop):
         return ["train", f"--run={run}", f"--stages={stages}.json", f"--stop_at={stop}", "--val_every=0", "--rows_per_step=2",
-                "--steps=16"]
+                "--steps=16", "--offload_fraction=1"]
 
-    plan = [args("declared", "both", 12), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
+    plan = [args("declared", "both", 13), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
     refused = {"one": "stage 2: checkpoint from_step=8 .*seq_len=128.*, now none", "none": "stage 1: checkpoint",
-               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8"}
-    plan += [args("declared", name, 14) for name in refused]
-    outputs = short_runs(here, *plan, args("declared", "late", 13), ["eval", "loss", "--run=declared", "--rows=2"])
+               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8",
+               "late": "stage 3: checkpoint none, now one from step 12 on, which is past"}
+    plan += [args("declared", name, 15) for name in refused]
+    outputs = short_runs(here, *plan, args("appended", "late", 13), ["eval", "loss", "--run=appended", "--rows=2"])
 
     assert all("exit 0" in out for out in outputs[:4]), outputs[:4]
-    for (name, words), out in zip(refused.items(), outputs[4:8]):
+    for (name, words), out in zip(refused.items(), outputs[4:9]):
         assert f"exit {EXIT_CONFIG}" in out and re.search(words, out), (name, out)
-    assert all("exit 0" in out for out in outputs[8:]), outputs[8:]
-    found = seen(here, "declared")
+    assert all("exit 0" in out for out in outputs[9:]), outputs[9:]
+    found = seen(here, "appended")
     assert [stage for _, stage, *_ in found] == [0] * 4 + [1] * 4 + [2] * 4 + [3]
     assert [tokens for _, _, _, tokens, *_ in found] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 6)]
     assert [lr for *_, lr in found[8:]] == [1e-3] * 4 + [5e-4] and len({ids for _, _, ids, *_ in found}) == 13
-    assert seen(here, "appended") == found[:12]
+    assert seen(here, "declared")[:12] == found[:12]
     models = {path.read_bytes() for path in (here / "data").glob("rows-*/tokenizer.model")}
     assert len(models) == 1, "the later stages have the tokenizer of the first"
-    assert "2,304 tokens seen" in outputs[9]
+    assert "2,304 tokens seen" in outputs[10]
 
 
 def test_rows_per_step_stay_unless_a_block_ends(here):
