@@ -154,13 +154,8 @@ def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error
     for limit, code, message in (("--fsize=100000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
                                   "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
                                  ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
-<<<<<<< HEAD
         environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 20)}  # which are kept for the way out
-        done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=60)
-=======
-        environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 25)}  # 20 are kept for the way out
         done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=300)
->>>>>>> ckpt
         assert done.returncode == code and re.search(message, done.stdout) and "Traceback" not in done.stderr, done
     assert len(list((here / "out" / "end" / "ckpt").iterdir())) == 1
 
