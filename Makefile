@@ -19,7 +19,7 @@ help:
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
-	@echo 'make extras                             install what make eval --tasks needs, too (requirements-extra.txt)'
+	@echo 'make extras                             install optional packages: lm-eval, transformers, pyarrow, ... (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
