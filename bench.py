@@ -76,7 +76,7 @@ from model import Model, Segments, choose_experts, init_std, layer_shapes, model
 # Settings of ours by layout: schedule's keep_layers, and fields of parallel.Transport. Where there is one node, no expert
 # weights travel, and compressing them would only cost.
 OURS = {
-    "1x4": {"keep_layers": 8, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
+    "1x4": {"keep_layers": 7, "weights": "compute", "grads": torch.bfloat16, "dense": "step"},
     "2x2": {"keep_layers": 6, "weights": "bf16", "grads": torch.bfloat16, "dense": "step"},
     "single": {"keep_layers": 8, "weights": "compute", "grads": torch.float32, "dense": "layer"},
 }
