@@ -19,7 +19,7 @@ help:
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
-	@echo 'make extras                             install what make eval --tasks needs, too (requirements-extra.txt)'
+	@echo 'make extras                             install optional packages: lm-eval, transformers, pyarrow, ... (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make check    [ARGS="--size=1t ..."]    what must hold in every layout, before a run (a minute)'
 	@echo 'make smoke    [ARGS=--record]           50 steps, bit for bit as recorded in tests/smoke.json'

@@ -628,8 +628,9 @@ def task(argv: list[str]) -> int:
     for name, least in {"questions": 1, "choices": 2, "context": 1, "length": 1}.items():
         if getattr(s, name) < least:
             raise ConfigError(f"--{name}={getattr(s, name)}: must be at least {least}")
-    run = open_run(s, torch.device("cpu"))
-    blend = open_data(run, make_grid(0, 1, 1, 1, run.m, connect=False), torch.device("cpu")).blend
+    device = launch.place().device
+    run = open_run(s, device)
+    blend = open_data(run, make_grid(0, 1, 1, 1, run.m, connect=False), device).blend
     found = passages(blend.held_out, tokenizer.load_tokenizer(blend.path), s.context, s.length)
     rng = np.random.Generator(np.random.PCG64(s.seed))
     lines = [json.dumps(q) for q in questions(found, s.questions, s.choices, rng)]

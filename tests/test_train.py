@@ -141,8 +141,8 @@ def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error
     for limit, code, message in (("--fsize=1000000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
                                   "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
                                  ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
-        environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 25)}  # 20 are kept for the way out
-        done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=60)
+        environment = os.environ | {"SLURM_JOB_END_TIME": str(int(time.time()) + 20)}  # which are kept for the way out
+        done = subprocess.run(["prlimit", limit, *argv], cwd=here, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == code and re.search(message, done.stdout) and "Traceback" not in done.stderr, done
     assert len(list((here / "out" / "end" / "ckpt").iterdir())) == 1
 
@@ -289,26 +289,27 @@ def test_stages(here):
 
     def args(run, stages, stop):
         return ["train", f"--run={run}", f"--stages={stages}.json", f"--stop_at={stop}", "--val_every=0", "--rows_per_step=2",
-                "--steps=16"]
+                "--steps=16", "--offload_fraction=1"]
 
-    plan = [args("declared", "both", 12), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
+    plan = [args("declared", "both", 13), args("appended", "none", 4), args("appended", "one", 7), args("appended", "both", 12)]
     refused = {"one": "stage 2: checkpoint from_step=8 .*seq_len=128.*, now none", "none": "stage 1: checkpoint",
-               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8"}
-    plan += [args("declared", name, 14) for name in refused]
-    outputs = short_runs(here, *plan, args("declared", "late", 13), ["eval", "loss", "--run=declared", "--rows=2"])
+               "past": "stage 1: checkpoint from_step=4 fingerprint=.*, now from_step=4", "odd": "nearest are steps 4 and 8",
+               "late": "stage 3: checkpoint none, now one from step 12 on, which is past"}
+    plan += [args("declared", name, 15) for name in refused]
+    outputs = short_runs(here, *plan, args("appended", "late", 13), ["eval", "loss", "--run=appended", "--rows=2"])
 
     assert all("exit 0" in out for out in outputs[:4]), outputs[:4]
-    for (name, words), out in zip(refused.items(), outputs[4:8]):
+    for (name, words), out in zip(refused.items(), outputs[4:9]):
         assert f"exit {EXIT_CONFIG}" in out and re.search(words, out), (name, out)
-    assert all("exit 0" in out for out in outputs[8:]), outputs[8:]
-    found = seen(here, "declared")
+    assert all("exit 0" in out for out in outputs[9:]), outputs[9:]
+    found = seen(here, "appended")
     assert [stage for _, stage, *_ in found] == [0] * 4 + [1] * 4 + [2] * 4 + [3]
     assert [tokens for _, _, _, tokens, *_ in found] == [128 * n for n in range(1, 9)] + [1024 + 256 * n for n in range(1, 6)]
     assert [lr for *_, lr in found[8:]] == [1e-3] * 4 + [5e-4] and len({ids for _, _, ids, *_ in found}) == 13
-    assert seen(here, "appended") == found[:12]
+    assert seen(here, "declared")[:12] == found[:12]
     models = {path.read_bytes() for path in (here / "data").glob("rows-*/tokenizer.model")}
     assert len(models) == 1, "the later stages have the tokenizer of the first"
-    assert "2,304 tokens seen" in outputs[9]
+    assert "2,304 tokens seen" in outputs[10]
     watched = json.loads((here / "out" / "declared" / "ckpt" / "step-00000013" / "manifest.json").read_text())["health"]
     assert len(watched["skips"]["accepted"]) == 1, "a step is compared with those of its own stage"
     assert len(watched["rows"]) == 13 and watched["skips"]["total"] == 0
