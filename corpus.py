@@ -530,7 +530,8 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.wait()
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):       # the end of a task that it died before reading
+                process.stdin.close()
             process.stdout.close()
 
     def run(self, tasks: list[dict], progress=lambda index, n_bytes: None):

@@ -172,6 +172,7 @@ MODEL_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "experts", "
 #   update     -> dense slices         shard, all-to-all: each dense matrix whole at its owner     (optim.update)
 #              <- them, -> directions  shard, all-to-all: the slices of the update
 #              <- them, -> refresh     column, all-gather: 1/E of all new dense weights; <- at the end
+#   checkpoint    each rank's result   world, of its own and over gloo, in a thread beside the next step        (checkpoint.Saver)
 #
 # With offload: the layer's inputs leave (-> host) while it computes and come back while the layer above is recomputed; a finished
 # gradient leaves while the next layer computes; the optimizer's chunks of state stream in and out beside its own work.

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,6 +25,17 @@ def launch(nodes: int, ranks: int, *command: str, cwd=None, timeout=300, check=T
                           preexec_fn=own_loopback if alone else None)
     assert not check or done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def write_documents(folder: Path, count: int):
+    """A .jsonl file of short documents in a new folder, the same each time."""
+    rng, words = np.random.default_rng(0), "the value of a list is not in this row and we return it as one more key for each item".split()
+    folder.mkdir()
+    with open(folder / "docs.jsonl", "w") as f:
+        for _ in range(count):
+            picked = rng.integers(len(words), size=rng.integers(8, 60))
+            text = " ".join(words[(i * i) % len(words)] + ("\n" if i % 7 == 0 else "") for i in picked)
+            f.write(json.dumps({"text": text}) + "\n")
 
 
 def own_loopback():

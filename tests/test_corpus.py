@@ -620,6 +620,19 @@ def test_killed_worker_is_an_error(small, large, tmp_path, tiny_parts, monkeypat
     assert contents(again) == contents(whole)
 
 
+def test_worker_that_is_dead_before_its_task_is_an_error(monkeypatch):
+    real = subprocess.Popen
+
+    def dead(command, **pipes):
+        process = real([sys.executable, "-c", ""], **pipes)
+        process.wait()
+        return process
+    monkeypatch.setattr(corpus.subprocess, "Popen", dead)
+    task = {"do": "hash", "bytes": corpus.FEW_BYTES + 1, "spans": [("a.jsonl", 0, 9)]}
+    with pytest.raises(ChildProcessError, match="a.jsonl' from byte 0 to 9 ended with code 0"), corpus.Pool(2) as pool:
+        list(pool.run([task, task]))
+
+
 def test_bad_line_in_a_worker(small, tmp_path, tiny_parts):
     write_jsonl(tmp_path / "d.jsonl", 900)
     lines = (tmp_path / "d.jsonl").read_text().splitlines(keepends=True)

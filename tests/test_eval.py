@@ -21,6 +21,7 @@ import order
 import tokenizer
 from model import ConfigError, model_of
 from parallel import Transport, init_state, make_grid
+from spawn import write_documents
 
 ROOT = Path(__file__).parent.parent
 SIZES = ("--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16", "--expert_width=32", "--vocab=300",
@@ -282,14 +283,8 @@ def ranks(n: int) -> tuple:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A folder with out/x, trained on one rank, and out/y, on two."""
-    cwd, rng = tmp_path_factory.mktemp("trained"), np.random.default_rng(0)
-    words = "the value of a list is not in this row and we return it as one more key for each item".split()
-    (cwd / "text").mkdir()
-    with open(cwd / "text" / "docs.jsonl", "w") as f:
-        for _ in range(300):
-            picked = rng.integers(len(words), size=rng.integers(8, 60))
-            text = " ".join(words[(i * i) % len(words)] + ("\n" if i % 7 == 0 else "") for i in picked)
-            f.write(json.dumps({"text": text}) + "\n")
+    cwd = tmp_path_factory.mktemp("trained")
+    write_documents(cwd / "text", 300)
     for run, n in (("x", 1), ("y", 2)):
         start(cwd, *ranks(n), ROOT / "train.py", f"--run={run}", "--steps=8", *SIZES, "--data=text", "--wandb=off")
     return cwd

@@ -27,6 +27,7 @@ import train
 from model import ConfigError, Model, model_of
 from order import Order
 from parallel import Transport, init_state, make_grid, pieces
+from spawn import write_documents
 from tokenizer import SPACE, encode
 
 ROOT = Path(__file__).parent.parent
@@ -67,14 +68,8 @@ def start_all(cwd: Path, *calls: list[str]) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A folder with the three runs, and of each a checkpoint of one rank in biased/<run> where sigmoid routers have a bias."""
-    cwd, rng = tmp_path_factory.mktemp("trained"), np.random.default_rng(0)
-    words = "the value of a list is not in this row and we return it as one more key for each item".split()
-    (cwd / "text").mkdir()
-    with open(cwd / "text" / "docs.jsonl", "w") as f:
-        for _ in range(1500):
-            picked = rng.integers(len(words), size=rng.integers(8, 60))
-            text = " ".join(words[(i * i) % len(words)] + ("\n" if i % 7 == 0 else "") for i in picked)
-            f.write(json.dumps({"text": text}) + "\n")
+    cwd = tmp_path_factory.mktemp("trained")
+    write_documents(cwd / "text", 1500)
     start_all(cwd, *(["train", f"--run={run}", *SIZES, *KINDS[run]] for run in KINDS))
     for run in KINDS:
         manifest, m, grid, state = whole(cwd / "out" / run / "ckpt" / "step-00000003")
