@@ -41,7 +41,7 @@ import time
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -53,7 +53,7 @@ from torch import Tensor
 
 from model import ConfigError, Model
 from offload import Window
-from parallel import Grid, State, make_buckets, make_grid, pieces, share_texts
+from parallel import Grid, State, make_buckets, make_grid, patient_group, pieces, share_texts
 
 FORMAT = 2  # of what is written; 1 had one checksum per file
 NAME = re.compile(r"^step-(\d{8,})$")
@@ -62,7 +62,7 @@ PIECE = 1 << 22  # values (16 MiB) that are written, released to the optimizer a
 BLOCK = 1 << 20  # bytes that are read or written at a time, so that their checksum finds them in the processor's cache
 UNSYNCED = 1 << 25  # bytes that may wait in the page cache, so that a checkpoint takes no memory from the run
 SLOW_BYTES_S = 5e9  # of all ranks together: what a file system is trusted with before a save has been measured
-ONE_DAY = timedelta(days=1)  # that a rank may take to write; the death of one shows at once
+BEGUN = "begun_from.json"  # beside the checkpoints of a run that began from another run's
 
 
 class Damaged(ConfigError):
@@ -86,6 +86,12 @@ def step_of(path: Path) -> int:
     return int(NAME.search(path.name)[1])
 
 
+def model_of(manifest: dict) -> Model:
+    """The checkpoint's model, for as many positions as it has been trained on in any stage so far."""
+    lengths = [s["seq_len"] for s in manifest.get("declared", ()) if s["from_step"] < max(manifest["step"], 1)]
+    return replace(Model(**manifest["model"]), **({"seq_len": max(lengths)} if lengths else {}))
+
+
 def complete(root: Path) -> list[Path]:
     """The finished checkpoints under root, oldest first."""
     found = [p for p in root.glob("step-*") if NAME.search(p.name) and (p / ".complete").exists()]
@@ -93,9 +99,16 @@ def complete(root: Path) -> list[Path]:
 
 
 def candidates(root: Path) -> list[Path]:
-    """What --resume=auto may start from, the best first; empty where there is nothing at all. Raises ConfigError where there are
-    only incomplete checkpoints or such as were set aside: starting from scratch must be asked for."""
-    found = complete(root)
+    """What --resume=auto may start from, the best first, at last what the run was begun from (see begun_from); empty where there is
+    nothing at all. Raises ConfigError where there are only incomplete checkpoints or such as were set aside: starting from scratch
+    must be asked for."""
+    found, note = complete(root), root / BEGUN
+    if note.exists():
+        source = Path(json.loads(note.read_text())["path"])
+        if not found and not (source / ".complete").exists():
+            raise ConfigError(f"--resume=auto: this run has no checkpoint yet, and {source}, from which it was begun, is gone; bring it "
+                              "back, or --resume=never starts afresh and moves the run aside")
+        found = [source] * (source / ".complete").exists() + found
     kinds = ("step-*", "damaged-*", "abandoned-*")
     if not found and (rest := sorted(p.name for kind in kinds for p in root.glob(kind))):
         raise ConfigError(f"--resume=auto: {root} holds {', '.join(rest)}, but no complete checkpoint (.complete is missing); "
@@ -136,6 +149,16 @@ def remove_unfinished(root: Path):
 def set_aside(path: Path, why: str) -> Path:
     """Renames a checkpoint, so that no reader takes it, and nothing is lost; returns its new place. why: damaged | abandoned."""
     return path.rename(path.with_name(f"{why}-{time.strftime('%Y%m%d-%H%M%S')}-{path.name}"))
+
+
+def begun_from(root: Path, source: Path) -> list[Path]:
+    """A run that starts from another run's checkpoint: until it has one of its own it begins there again. Its earlier ones, if it has
+    any, are renamed; returns their new places."""
+    aside = set_aside_after(root, -1)
+    root.mkdir(parents=True, exist_ok=True)
+    write_synced(root / BEGUN, json.dumps({"path": str(source.absolute())}))
+    sync(root)
+    return aside
 
 
 def set_aside_after(root: Path, step: int) -> list[Path]:
@@ -337,7 +360,7 @@ class Saver:
         """keep, keep_every: see superfluous; writers: ranks that write at a time, 0: all."""
         self.root, self.state, self.grid, self.device = root, state, grid, state.bias_LX.device
         self.keep, self.keep_every, self.writers = keep, keep_every, writers or grid.world.size
-        self.group = dist.new_group(backend="gloo", timeout=ONE_DAY) if grid.world.size > 1 else None
+        self.group = patient_group(grid)
         self.window = Window(self.device, 4 * PIECE)
         self.rows = {f"{name}/{kind}": x for name, master in state.master.items()
                      for kind, x in {"master": master, **state.moments[name]}.items()}

@@ -121,7 +121,7 @@ def open_run(s: Settings, device: torch.device) -> Run:
     hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer,
                              dtype=train.resolve_dtype(s.dtype, device))
     train.declared(hp, [])
-    return Run(path, manifest, hp, Model(**manifest["model"]))
+    return Run(path, manifest, hp, checkpoint.model_of(manifest))
 
 
 class Seen(NamedTuple):
@@ -142,8 +142,8 @@ def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     hp, manifest = run.hp, run.manifest
     imported = manifest["fingerprint"] is None  # and not trained since: any data will do
     stages = train.declared(hp, []) if imported else [train.Stage(**values) for values in manifest["declared"]]
-    if len(stages) == 1:
-        stages = [dataclasses.replace(stages[0], data=hp.data)]  # they may have moved
+    if hp.data != manifest["settings"]["data"]:  # they have moved
+        stages = [dataclasses.replace(s, data=hp.data if s.data == manifest["settings"]["data"] else s.data) for s in stages]
     blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
     for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
         if blend.fingerprint != pinned["fingerprint"]:

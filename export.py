@@ -314,7 +314,7 @@ class Masters:
 
     def __init__(self, path: Path):
         self.path, self.manifest = path, checkpoint.read_manifest(path)
-        self.m = Model(**self.manifest["model"])
+        self.m = checkpoint.model_of(self.manifest)
         _, N, E = self.manifest["grid"]
         self.open = lru_cache(OPEN_OWNERS)(partial(checkpoint.open_owner, path, self.manifest))
         self.runs: dict[str, list] = {}  # parameter -> where its values are: (start, stop, saved rank, tensor, at)

@@ -886,6 +886,23 @@ def share_texts(text: str, grid: Grid, device: torch.device) -> list[str]:
     return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in received]
 
 
+def patient_group(grid: Grid):
+    """A gloo group of all ranks in which one may take a day, to write or to prepare data; the death of one shows at once. None for a
+    single rank. All ranks call it."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1)) if grid.world.size > 1 else None
+
+
+def patiently(action: Callable, grid: Grid):
+    """action() of this rank, which may take longer than a collective may; returns, or raises what it raised, once all ranks are there."""
+    group = patient_group(grid)
+    try:
+        return action()
+    finally:
+        if group:
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+
+
 def together(action: Callable, grid: Grid, device: torch.device):
     """action() of this rank; if it raises ConfigError on any rank, all raise it, with the first one's message."""
     result, failure = None, ""

@@ -41,8 +41,8 @@ from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, de
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
-                      fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
-                      squared_norm, start_refresh, together)
+                      fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, patiently, reduce,
+                      share_texts, squared_norm, start_refresh, together)
 
 SCHEDULES = ("cosine", "constant", "wsd", "ramp")
 
@@ -789,9 +789,9 @@ def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, 
     def prepare(log) -> Path:
         return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
 
-    path = together(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid, device)
+    path = together(lambda: patiently(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid), grid, device)
     path = Path(share_texts(path, grid, device)[0])
-    blend = together(lambda: data.Blend(path if path.exists() else prepare(lambda *_: None)), grid, device)
+    blend = together(lambda: patiently(lambda: data.Blend(path if path.exists() else prepare(lambda *_: None)), grid), grid, device)
     fingerprints = share_texts(blend.fingerprint, grid, device)
     if different := [rank for rank, f in enumerate(fingerprints) if f != fingerprints[0]]:
         raise ConfigError(f"--data={stage.data}: ranks {different} made other rows of it than rank 0; give all nodes the same "
@@ -859,25 +859,27 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
     def choose() -> list[str]:
         if hp.resume != "auto" or not out.active:
             return [] if hp.resume == "never" else [hp.resume]
-        return [p.name for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
+        return [str(p) for p in checkpoint.candidates(root)[:5]]  # so many damaged ones in a row are no accident
 
-    names = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
-    if hp.resume == "never" and out.active and out.path.exists():
-        aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
-        out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
-    if out.active:
+    paths = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    if out.active and hp.resume != "never":
         checkpoint.remove_unfinished(root)
-    if not names:
-        return run_of(asked, hp, m, grid, where, {}, None, out), empty_state(hp, m, grid, device), {}
+    if not paths:
+        run, state = run_of(asked, hp, m, grid, where, {}, None, out), empty_state(hp, m, grid, device)
+        if hp.resume == "never" and out.active and out.path.exists():
+            aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
+            out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
+        return run, state, {}
     state, damaged = None, []
-    for chosen in (root / name if hp.resume == "auto" else Path(name) for name in names):
+    for chosen in map(Path, paths):
         manifest, damage = checkpoint.agreed(lambda: checkpoint.read_manifest(chosen), grid, device)
         if not damage:
             run = run_of(asked, hp, m, grid, where, manifest, chosen, out)
             state = state or empty_state(hp, m, grid, device)
             _, damage = checkpoint.agreed(lambda: checkpoint.load(chosen, state, grid, m), grid, device)
         if not damage:
-            start_from(chosen, manifest["step"], damaged, out)
+            if manifest["step"] < last_step(run.hp):
+                start_from(chosen, manifest["step"], damaged, out)
             return run, state, manifest
         out.log(f"WARNING: {damage}")
         damaged.append((chosen, damage))
@@ -911,6 +913,10 @@ def empty_state(hp: Hyperparameters, m: Model, grid: Grid, device) -> State:
     return state
 
 
+def last_step(hp: Hyperparameters) -> int:
+    return min(hp.stop_at or hp.steps, hp.steps)
+
+
 def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Output):
     """Puts the run's directory in order for a run that starts from this checkpoint of this step."""
     out.log(f"resumed from {chosen}" + (f", because newer ones are damaged: {len(damaged)}" if damaged else ""))
@@ -919,8 +925,9 @@ def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Ou
         for path, _ in damaged:
             aside = checkpoint.set_aside(path, "damaged")
             out.log(f"WARNING: {path} is damaged and now {aside}; delete it when you have seen to it")
-        for place in checkpoint.set_aside_after(root, step):
-            out.log(f"this run goes another way after step {step}: a later checkpoint is now {place}")
+        foreign = chosen.resolve().parent != root.resolve()
+        for place in checkpoint.begun_from(root, chosen) if foreign else checkpoint.set_aside_after(root, step):
+            out.log(f"this run goes another way from step {step} on: an earlier checkpoint of it is now {place}")
 
 
 def main(argv: list[str]) -> int:
@@ -943,16 +950,18 @@ def main(argv: list[str]) -> int:
     together(out.lock, grid, device)
     run, state, found = begin(asked, hp, m, grid, where, out)
     hp, step = run.hp, found.get("step", 0)
-    last = min(hp.stop_at or hp.steps, hp.steps)
+    last = last_step(hp)
     if step >= last:
         out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
                 "--resume=never starts afresh")
         return launch.EXIT_OK
     out.open(hp, m, step)
+    saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
     try:
-        stopped = train(run, state, step, last, launch.StopRequest(), found)
+        stopped = train(run, state, saver, step, last, launch.StopRequest(), found)
     except (checkpoint.NotSaved, health.Diverged, health.CheckFailed) as error:
+        out.saved(saver.wait())  # what it still writes is from before
         out.log(f"error: {error}")
         out.finish_evaluation(0)
         return {checkpoint.NotSaved: launch.EXIT_NOT_SAVED, health.Diverged: launch.EXIT_DIVERGED,
@@ -963,7 +972,7 @@ def main(argv: list[str]) -> int:
     return launch.EXIT_STOPPED if stopped else launch.EXIT_OK
 
 
-def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest, found: dict) -> bool:
+def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int, stop: launch.StopRequest, found: dict) -> bool:
     """Steps until `last`; True if it ended early because a signal asked for it. found: the manifest of the checkpoint that the
     run goes on from, or nothing. Raises NotSaved, Diverged, CheckFailed."""
     hp, m, grid, transport, device, order, out = run.hp, run.m, run.grid, run.transport, run.device, run.order, run.out
@@ -977,7 +986,6 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     loader = data.Loader(run.blends, order, grid.world.size, grid.world.index, step)
     batch, digest = next_rows(loader, step, device)
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
-    saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
     inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
     while step < last:
         clock = Clock(device)

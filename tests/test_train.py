@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,14 +101,19 @@ def test_what_a_run_leaves_behind(here):
 
 
 def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
-    run(here, "config", "--steps=4", nodes=1, ranks=1)
+    config = ["train", "--run=config"]
+    first, = short_runs(here, [*config, "--steps=5"])
     before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
-    for change, named in {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
-                          "--optimizer=adamw": "optimizer: checkpoint muon", "--rows_per_rank=2": "rows_per_step: checkpoint 1"}.items():
-        done = run(here, "config", "--steps=8", change, nodes=1, ranks=1, check=False)
-        assert done.returncode == EXIT_CONFIG and named in done.stderr and "--run=NAME" in done.stderr, done.stderr
+    changes = {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
+               "--optimizer=adamw": "optimizer: checkpoint muon", "--rows_per_rank=2": "rows_per_step: checkpoint 1"}
+    afresh = [*config, "--steps=8", "--resume=never", "--vocab=50000"]  # this text has not so many pieces
+    *refused, cannot = short_runs(here, *([*config, "--steps=8", change] for change in changes), afresh)
+    for named, out in zip(changes.values(), refused, strict=True):
+        assert f"exit {EXIT_CONFIG}" in out and named in out and "--run=NAME" in out, out
+    assert f"exit {EXIT_CONFIG}" in cannot and "--vocab=50000" in cannot and "is now in" not in cannot, cannot
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
-    assert "another --lr: 0.003 -> 0.001" in run(here, "config", "--steps=8", "--lr=1e-3", nodes=1, ranks=1).stdout
+    told, = short_runs(here, [*config, "--steps=8", "--lr=1e-3"])
+    assert "exit 0" in first and "another --lr: 0.003 -> 0.001" in told
 
 
 def test_a_checkpoint_loads_at_another_layout(here):
@@ -186,13 +192,36 @@ def test_an_output_directory_that_cannot_be_made(here, tmp_path, make, message):
 
 def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
     """Back to step 4 of 8: the checkpoint of step 8 is no longer the newest of this run, and is not lost."""
-    run(here, "way", "--steps=8", "--ckpt_every=4", nodes=1, ranks=1)
-    root = here / "out" / "way" / "ckpt"
-    run(here, "way", "--steps=8", f"--resume={root / 'step-00000004'}", "--lr=1e-3", "--stop_at=6", nodes=1, ranks=1)
-    assert len(list(root.glob("abandoned-*-step-00000008"))) == 1
-    done = run(here, "way", "--steps=8", "--lr=1e-3", nodes=1, ranks=1)
-    assert "resumed from out/way/ckpt/step-00000006" in done.stdout
+    way, root = ["train", "--run=way", "--steps=8"], here / "out" / "way" / "ckpt"
+    back = f"--resume={root / 'step-00000004'}"
+    outputs = short_runs(here, [*way, "--ckpt_every=4"], [*way, back, "--stop_at=4"], [*way, back, "--lr=1e-3", "--stop_at=6"])
+    assert "nothing to do" in outputs[1] and "goes another way" not in outputs[1], "only a run that starts moves what is in its way"
+    assert len(list(root.glob("abandoned-*-step-00000008"))) == 1, outputs
+    again, = short_runs(here, [*way, "--lr=1e-3"])
+    assert "resumed from out/way/ckpt/step-00000006" in again
     assert "resumed with another --lr: 0.003 -> 0.001" in (here / "out" / "way" / "log.txt").read_text()
+
+
+def test_a_run_begun_from_anothers_checkpoint_begins_there_again_until_it_has_its_own(tmp_path):
+    source, root = tmp_path / "source" / "ckpt" / "step-00000004", tmp_path / "own" / "ckpt"
+
+    def complete(path):
+        path.mkdir(parents=True)
+        (path / ".complete").touch()
+
+    complete(source)
+    complete(root / "step-00000002")
+    lines = []
+    train.start_from(source, 4, [], SimpleNamespace(path=root.parent, active=True, log=lines.append))
+    assert train.checkpoint.candidates(root) == [source], "not its own step 2, nor from scratch"
+    assert "an earlier checkpoint of it is now" in lines[-1] and len(list(root.glob("abandoned-*"))) == 1
+    complete(root / "step-00000006")
+    assert train.checkpoint.candidates(root) == [root / "step-00000006", source]
+    (source / ".complete").unlink()
+    assert train.checkpoint.candidates(root) == [root / "step-00000006"]
+    (root / "step-00000006" / ".complete").unlink()
+    with pytest.raises(ConfigError, match="from which it was begun, is gone"):
+        train.checkpoint.candidates(root)
 
 
 def test_every_rank_ends_with_the_same_error_at_once(here):
