@@ -142,8 +142,8 @@ def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     hp, manifest = run.hp, run.manifest
     imported = manifest["fingerprint"] is None  # and not trained since: any data will do
     stages = train.declared(hp, []) if imported else [train.Stage(**values) for values in manifest["declared"]]
-    if hp.data != manifest["settings"]["data"]:  # they have moved
-        stages = [dataclasses.replace(s, data=hp.data if s.data == manifest["settings"]["data"] else s.data) for s in stages]
+    was = manifest["settings"].get("data", hp.data)  # they may have moved
+    stages = [dataclasses.replace(s, data=hp.data if s.data == was else s.data) for s in stages]
     blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
     for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
         if blend.fingerprint != pinned["fingerprint"]:
