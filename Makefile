@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export clean
+.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export report clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -19,6 +19,7 @@ help:
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
+	@echo 'make report   [ARGS="--run a --run b"]  a page of a run, or of several: out/a/report.html'
 	@echo 'make extras                             install optional packages: lm-eval, transformers, pyarrow, ... (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make check    [ARGS="--size=1t ..."]    what must hold in every layout, before a run (a minute)'
@@ -83,6 +84,9 @@ sample: $(STAMP)
 
 export: $(STAMP)
 	exec $(PY) export.py export $(ARGS)
+
+report: $(STAMP)
+	exec $(PY) report.py $(ARGS)
 
 extras: $(STAMP)
 	exec $(PY) -m pip install --quiet --disable-pip-version-check -r requirements-extra.txt

@@ -43,6 +43,7 @@ from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_m
 from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       squared_norm, start_refresh, together)
+from report import grouped
 
 SCHEDULES = ("cosine", "constant", "wsd", "ramp")
 
@@ -685,7 +686,15 @@ class Output:
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
-                self.wandb.log(values, step=values["step"])
+                self.wandb.log(grouped(values), step=values["step"])
+
+    def expert_load(self, step: int, counts_LX: Tensor):
+        """Keeps the newest step's tokens of each expert, over their layer's mean."""
+        if self.active:
+            load_LX = counts_LX / counts_LX.mean(1, keepdim=True).clamp(min=1e-9)
+            tmp = self.path / ".experts.json"
+            tmp.write_text(json.dumps({"step": step, "load": [[round(x, 3) for x in row] for row in load_LX.tolist()]}))
+            tmp.rename(self.path / "experts.json")
 
     def evaluate(self, path: Path):
         """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
@@ -1012,6 +1021,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+            out.expert_load(step, balance.counts_LX)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         report(run, step, measured, flops[number], times)
         if watch.skips.given_up:
