@@ -45,6 +45,11 @@ LIMIT = 1_900_000  # bytes of a page
 COLOURS = ("#3b7dd8", "#d9663a", "#2f9e6e", "#b4548f", "#a58416", "#6a63c9", "#c0444c", "#4d8d9c")
 
 
+def escape(text: str) -> str:
+    """For the page: control characters, which samples may hold, are shown as such."""
+    return html.escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\ufffd", text))
+
+
 def flat(values: dict) -> Iterator[tuple[str, float]]:
     """Numbers of a line of metrics.jsonl by name; those of an object or a list as name/part."""
     for name, value in values.items():
@@ -287,8 +292,8 @@ def axes(xs: Scale, ys: Scale, x_unit: str, y_unit: str) -> str:
                    f'text-anchor="{anchor}">{short(value)}</text>')
     middle = (TOP + floor) / 2
     out.append(f'<path class="axis" d="M{LEFT} {TOP}V{floor}H{right}"/>'
-               f'<text class="unit" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(x_unit)}</text>'
-               f'<text class="unit" transform="translate(15 {middle}) rotate(-90)" text-anchor="middle">{html.escape(y_unit)}'
+               f'<text class="unit" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_unit)}</text>'
+               f'<text class="unit" transform="translate(15 {middle}) rotate(-90)" text-anchor="middle">{escape(y_unit)}'
                "</text>")
     return "".join(out)
 
@@ -323,10 +328,10 @@ def path(x: Iterable[float], y: Iterable[float]) -> str:
 
 def figure(title: str, svg: str, legend: list[tuple[str, str, str]], attributes: str = "") -> str:
     """legend: (kind, colour, text)."""
-    keys = "".join(f'<span><i class="{kind}" style="--c:{colour}"></i>{html.escape(text)}</span>'
+    keys = "".join(f'<span><i class="{kind}" style="--c:{colour}"></i>{escape(text)}</span>'
                    for kind, colour, text in legend)
-    return (f'<figure><figcaption><b>{html.escape(title)}</b><span class="keys">{keys}</span></figcaption>'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}" {attributes}>{svg}</svg></figure>')
+    return (f'<figure><figcaption><b>{escape(title)}</b><span class="keys">{keys}</span></figcaption>'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" {attributes}>{svg}</svg></figure>')
 
 
 def lines_plot(title: str, y_unit: str, curves: list[Curve], marks: list[Marks], x_unit: str, count: int,
@@ -346,7 +351,7 @@ def lines_plot(title: str, y_unit: str, curves: list[Curve], marks: list[Marks],
             back = path(across[::-1], ys(least)[::-1])[1:]
             out.append(f'<path class="band" fill="{c.colour}" d="{path(across, ys(largest))}L{back}Z"/>')
         style = f'stroke="{c.colour}"' + (f' stroke-dasharray="{c.dash}"' if c.dash else "")
-        out.append(f'<path class="line" {style} data-name="{html.escape(c.name)}" d="{path(across, ys(mean))}"/>')
+        out.append(f'<path class="line" {style} data-name="{escape(c.name)}" d="{path(across, ys(mean))}"/>')
         if c.points or len(x) == 1:
             out += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{c.colour}"/>' for a, b in zip(across, ys(mean))]
         legend.append(({"": "solid", DASHES[1]: "dash"}.get(c.dash, "dot"), c.colour, c.name))
@@ -359,7 +364,7 @@ def lines_plot(title: str, y_unit: str, curves: list[Curve], marks: list[Marks],
         if inside:
             legend.append((m.kind, m.colour, m.name))
     scale = (f'data-x="{xs.low} {xs.high} {xs.start} {xs.end}" data-y="{ys.low} {ys.high} {ys.start} {ys.end} {int(log)}" '
-             f'data-units="{html.escape(x_unit)}|{html.escape(y_unit)}"')
+             f'data-units="{escape(x_unit)}|{escape(y_unit)}"')
     return figure(title, "".join(out), legend, scale)
 
 
@@ -379,7 +384,7 @@ def bars_plot(title: str, y_unit: str, x: np.ndarray, parts: dict[str, np.ndarra
             top = float(ys(bottom + value))
             if (height := float(ys(bottom)) - top) >= 0.15:
                 out.append(f'<rect x="{left:.1f}" y="{top:.1f}" width="{max(0.8, (right - left) * 0.92):.1f}" '
-                           f'height="{height:.1f}" fill="{colour}"><title>{html.escape(name)}: {short(value)}</title></rect>')
+                           f'height="{height:.1f}" fill="{colour}"><title>{escape(name)}: {short(value)}</title></rect>')
         under = under + values
         legend.append(("box", colour, name))
     return figure(title, "".join(out), legend)
@@ -430,9 +435,9 @@ def heat_plot(title: str, values_RC: np.ndarray, x: tuple[float, float], x_unit:
         at = float(xs(value))
         anchor = "end" if at > right - 20 else "middle"
         out.append(f'<text class="tick" x="{at:.1f}" y="{floor + 17}" text-anchor="{anchor}">{short(value)}</text>')
-    out.append(f'<text class="unit" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{html.escape(x_unit)}</text>'
+    out.append(f'<text class="unit" x="{(LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_unit)}</text>'
                f'<text class="unit" transform="translate(15 {(TOP + floor) / 2}) rotate(-90)" text-anchor="middle">'
-               f"{html.escape(y_unit)}</text>")
+               f"{escape(y_unit)}</text>")
     return figure(title, "".join(out), [("map", "", what)])
 
 
@@ -581,12 +586,12 @@ def cell(value, unit: str = "", digits: str = ".4g") -> str:
     if value is None or value == "":
         return "–"
     text = value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:{digits}}"
-    return html.escape(text + unit)
+    return escape(text + unit)
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """Cells are HTML already."""
-    top = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    top = "".join(f"<th>{escape(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{c}</td>" for c in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
 
@@ -599,7 +604,7 @@ def summary(runs: list[Run]) -> str:
         best = float(np.nanmin(held_out)) if len(held_out) and not np.all(np.isnan(held_out)) else None
         recover = run.columns.get("recovery_s", np.empty(0))
         tokens = last(run, "tokens")
-        rows.append([f'<i class="solid" style="--c:{COLOURS[n % len(COLOURS)]}"></i> {html.escape(run.name)}',
+        rows.append([f'<i class="solid" style="--c:{COLOURS[n % len(COLOURS)]}"></i> {escape(run.name)}',
                      cell(str(run.settings.get("size", ""))), cell(f"{done:,} of {of:,}" if isinstance(of, int) else f"{done:,}"),
                      cell(str(run.progress.get("phase", ""))), cell(short(tokens) if tokens else None),
                      cell(last(run, "loss"), digits=".4f"), cell(best, digits=".4f"),
@@ -634,8 +639,8 @@ def samples_of(run: Run) -> str:
     out = ""
     for s in run.samples[-8:]:
         note = f"step {s.get('step')}, temperature {s.get('temperature')}, top-p {s.get('top_p')}, seed {s.get('seed')}"
-        out += (f"<h4>{cell(note)}</h4><pre><mark>{html.escape(str(s.get('prompt', '')))}</mark>"
-                f"{html.escape(str(s.get('text', ''))[:4000])}</pre>")
+        out += (f"<h4>{cell(note)}</h4><pre><mark>{escape(str(s.get('prompt', '')))}</mark>"
+                f"{escape(str(s.get('text', ''))[:4000])}</pre>")
     return f"<h3>Samples</h3>{out}" if out else ""
 
 
@@ -741,17 +746,17 @@ def page(runs: list[Run], x: str, count: int) -> str:
     v, several = View(runs, x, count), len(runs) > 1
     bars = max(8, count // 7)
     names = ", ".join(run.name for run in runs)
-    notes = "".join(f"<p class=dim>{html.escape(run.name)}: {html.escape(note)}</p>" for run in runs for note in run.notes)
-    versions = "".join(f"<p class=dim>{html.escape(v.label(run, run.versions))}</p>" for run in runs if run.versions)
-    body = [f"<h1>{html.escape(names)}</h1>", summary(runs), versions, notes, settings_of(runs)]
+    notes = "".join(f"<p class=dim>{escape(run.name)}: {escape(note)}</p>" for run in runs for note in run.notes)
+    versions = "".join(f"<p class=dim>{escape(v.label(run, run.versions))}</p>" for run in runs if run.versions)
+    body = [f"<h1>{escape(names)}</h1>", summary(runs), versions, notes, settings_of(runs)]
     body += [f"<h2>{heading}</h2>{content}" for heading, content in sections(v, bars)]
     for run in runs:
         content = events(run) + evals_of(run) + samples_of(run) + traffic_of(run)
         if content:
-            body.append(f"<h2>{html.escape(run.name) if several else 'Events, evaluations, samples, traffic'}</h2>{content}")
+            body.append(f"<h2>{escape(run.name) if several else 'Events, evaluations, samples, traffic'}</h2>{content}")
     return ('<!doctype html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{html.escape(names)}</title><style>{STYLE}</style></head>"
+            f"<title>{escape(names)}</title><style>{STYLE}</style></head>"
             f"<body>{''.join(body)}<script>{SCRIPT}</script></body></html>")
 
 

@@ -92,7 +92,7 @@ def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
           b"--- 2026-01-02 04:00:00 train.py --run=b\nresumed from out/b/ckpt/step-00000020\nfirst step back 12.5 s after\nstep 21/40  loss 9\n"
     write(tmp_path, "b", [*rows[:10], '"text"', "[1]", '{"loss": 1}', *rows[10:], '{"step": 26, "lo'], log_txt=log,
           progress_json='{"step": 25, "st', config_json=b'{"settings": {"size": "\xff", "run": "<script>alert(1)</script>"}}',
-          samples_jsonl=json.dumps({"step": 20, "prompt": "a <i>", "text": "b </pre><script>x"}) + "\n{",
+          samples_jsonl=json.dumps({"step": 20, "prompt": "a <i>", "text": "b </pre><script>x\0\x1b[2J"}) + "\n{",
           experts_json='{"load": [[1, 2], [3]]}')
     with open(tmp_path / "out" / "b" / "metrics.jsonl", "ab") as f:
         f.write(b"\n\xff\xfe{")
@@ -103,7 +103,7 @@ def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
     text = made(tmp_path, monkeypatch, "--run", "b")
     assert [e.get("class") for e in plots(text)["Loss"]].count("restart") == 1
     assert "progress.json cannot be read" in text and "12.5 s" in text and "step-00000020" in text
-    assert text.count("<script>") == 1 and "b &lt;/pre&gt;" in text and "odd &lt;b&gt;" in text
+    assert text.count("<script>") == 1 and "b &lt;/pre&gt;" in text and not re.search("[\0\x1b]", text) and "odd &lt;b&gt;" in text
 
 
 def test_a_skipped_step_is_marked_and_its_missing_values_leave_the_curve_whole(tmp_path, monkeypatch):
