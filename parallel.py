@@ -21,7 +21,7 @@ import hashlib
 import math
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Callable, Iterator, NamedTuple, Sequence
@@ -34,6 +34,7 @@ from torch.autograd import Function
 
 from model import ConfigError, Model, expert_shapes, init_std, layer_shapes, nothing, param_shapes
 from offload import Copies, homes, label
+from timeline import START, WAIT, span
 
 # ------------------------------------------------------------------------------------------------------------------
 # Grid
@@ -182,6 +183,10 @@ class Wire:
     sent: Counter = field(default_factory=Counter)  # (group, purpose) -> bytes that this rank sent
     waited_s: float = 0.0  # time spent in waits, for exposed_comm_s
     waited: Counter = field(default_factory=Counter)  # the same by purpose
+    # on an accelerator, whose wait() returns at once: makes an event of its stream; and pairs of them around each wait, (purpose,
+    # before, after), until they are over
+    event: Callable | None = None
+    unsettled: deque = field(default_factory=deque)
     trace: list | None = None  # (event, what) in program order, where a test wants it
     tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
     poison: np.random.Generator | None = None  # see PoisonedWork
@@ -198,8 +203,36 @@ class Wire:
             where = f"{group.name}[{group.size}]"
             self.tell(f"{where:<11} {kind:<10} {purpose:<25} {sent:>15,} B sent   {before} -> {after}")
 
+    def wait(self, purpose: str, work):
+        """Waits for a Work, and measures for how long: the host's time; or that of the stream that waits, by events on it."""
+        start, before = time.perf_counter(), self.event and self.event()
+        with span(WAIT + purpose):
+            work.wait()
+        if self.event:
+            self.unsettled.append((purpose, before, self.event()))
+        else:
+            self.add(purpose, time.perf_counter() - start)
+
+    def add(self, purpose: str, seconds: float):
+        self.waited_s, self.waited[purpose] = self.waited_s + seconds, self.waited[purpose] + seconds
+
+    def settle(self):
+        """Adds up the waits that the stream has passed by now, without waiting for it; the others count later."""
+        while self.unsettled and self.unsettled[0][2].query():
+            purpose, before, after = self.unsettled.popleft()
+            self.add(purpose, before.elapsed_time(after) * 1e-3)
+
 
 WIRE = Wire()
+
+
+def timed_event(device: torch.device):
+    """An event on the device's current stream, now."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 
 # torch 2.13 renamed it; 2.11 knows the old name only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -216,10 +249,7 @@ class Pending:
         if WIRE.trace is not None and self._work is not None:
             WIRE.trace.append(("wait", self.purpose))
         if self._work is not None:
-            start = time.perf_counter()
-            self._work.wait()
-            waited_s = time.perf_counter() - start
-            WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
+            WIRE.wait(self.purpose, self._work)
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out
@@ -263,7 +293,8 @@ def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sen
     WIRE.started(kind, group, purpose, sent)
     if WIRE.record is not None:
         return Pending(purpose, WIRE.record(kind, group, purpose, sent, x, out), (x, out), None)
-    work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
+    with span(START + purpose):
+        work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
     return Pending(purpose, work, (x, out), None)
 
 

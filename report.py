@@ -79,6 +79,7 @@ class Run:
         self.settings = self.config.get("settings") if isinstance(self.config.get("settings"), dict) else {}
         self.progress, self.experts = self.read_json("progress.json"), self.read_json("experts.json")
         self.evals, self.samples, self.attempts = (list(self.lines(f"{name}.jsonl")) for name in ("evals", "samples", "attempts"))
+        self.profiles = [self.read_json(f"profile/{p.name}") for p in sorted((path / "profile").glob("*.json"))]
         self.warnings: list[str] = []
         self.versions = ""
         self.read_metrics()
@@ -664,6 +665,22 @@ def traffic_of(run: Run) -> str:
     return f"<h3>Sent by rank 0 in a step</h3>{table(['group', 'purpose', 'median'], rows)}" if rows else ""
 
 
+def profiles_of(run: Run) -> str:
+    """Mean of the profiled steps of each rank."""
+    rows = []
+    for found in run.profiles[:64]:
+        steps = [s for s in found.get("steps") or () if isinstance(s, dict) and s.get("step_s")]
+        if not steps:
+            continue
+        mean = {part: sum(s.get(part) or 0 for s in steps) / len(steps) for part in (
+            "step_s", "compute_s", "exposed_comm_s", "launching_s", "copies_s", "idle_s")}
+        most = steps[0].get("exposed_s") or {}
+        rows.append([cell(found.get("rank")), cell(f"{steps[0].get('step')} to {steps[-1].get('step')}"),
+                     *(cell(s, " s", ".4f") for s in mean.values()), cell(max(most, key=most.get, default=""))])
+    head = ["rank", "steps", "step", "compute", "exposed transfers", "launching transfers", "exposed copies", "idle", "longest wait"]
+    return f"<h3>Profiled steps</h3>{table(head, rows)}" if rows else ""
+
+
 def settings_of(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.settings))
     if len(runs) > 1:
@@ -751,7 +768,7 @@ def page(runs: list[Run], x: str, count: int) -> str:
     body = [f"<h1>{escape(names)}</h1>", summary(runs), versions, notes, settings_of(runs)]
     body += [f"<h2>{heading}</h2>{content}" for heading, content in sections(v, bars)]
     for run in runs:
-        content = events(run) + evals_of(run) + samples_of(run) + traffic_of(run)
+        content = events(run) + evals_of(run) + samples_of(run) + profiles_of(run) + traffic_of(run)
         if content:
             body.append(f"<h2>{escape(run.name) if several else 'Events, evaluations, samples, traffic'}</h2>{content}")
     return ('<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -35,6 +35,7 @@ import data
 import health
 import launch
 import optim
+import timeline
 from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
@@ -42,7 +43,7 @@ from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_m
                      offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
-                      squared_norm, start_refresh, together)
+                      squared_norm, start_refresh, timed_event, together)
 from report import grouped
 
 SCHEDULES = ("cosine", "constant", "wsd", "ramp")
@@ -85,6 +86,8 @@ class Hyperparameters:
     track_memory: int = 50  # steps between steps (and the first two) whose live bytes are counted by purpose; 0: never
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
     verbose_comm: bool = False  # print each collective of the first step
+    profile: str = ""  # steps that are profiled, e.g. 20-22: where their time goes, and a trace; empty: none
+    profile_ranks: str = "0"  # on which ranks: all, or e.g. 0,4
     # optimizer
     optimizer: str = "muon"  # muon | mano (matrices inside the layers; the rest AdamW) | adamw | sophiag (everything)
     newton_schulz: str = "polar5"  # muon's iteration: polar5 | quintic5 | ten (8 quintic and 2 that end at 1: the most exact)
@@ -354,7 +357,7 @@ def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: M
     Ranks take turns; one whose rows run out before the others' computes a row without targets, so that every rank takes
     part in every collective."""
     limit = min(limit or len(rows), len(rows))
-    total = torch.zeros(2, dtype=torch.float64)
+    total, unsettled = torch.zeros(2, dtype=torch.float64), len(WIRE.unsettled)
     for first in range(0, limit, grid.world.size):
         r = first + grid.world.index
         row = to_device(rows[min(r, limit - 1)], device)
@@ -363,6 +366,8 @@ def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: M
         loss, _ = schedule([row], state, grid, m, transport._replace(node_reshard=False), train=False)
         total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
     loss, targets = exchange(total.tolist(), grid, device).sum(0)
+    while len(WIRE.unsettled) > unsettled:  # no step waited for these
+        WIRE.unsettled.pop()
     return loss / max(targets, 1), int(targets)
 
 
@@ -434,6 +439,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if hp.decay > 1:
         raise ConfigError(f"--decay={hp.decay:g}: a fraction of the steps, 0 to 1")
     optim.scaled_rate(hp.lr, hp.lr_scaling, per_step * m.seq_len, hp.lr_batch)
+    timeline.parse_steps(hp.profile), timeline.parse_ranks(hp.profile_ranks, where.world)
     for name in ("skip_window", "max_skips", "curvature_every"):
         if getattr(hp, name) < 1:
             raise ConfigError(f"--{name}={getattr(hp, name)}: must be at least 1")
@@ -980,6 +986,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     plan = optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
+    WIRE.event = partial(timed_event, device) if device.type != "cpu" else None
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
     watch = Watch(run, state, found)
@@ -988,8 +995,11 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
     inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
+    profiler = timeline.Profiler(hp.profile, hp.profile_ranks, grid.world.index, grid.world.size, device, out.path / "profile")
     while step < last:
+        profiler.start(step + 1)
         clock = Clock(device)
+        profiler.step_begins(step + 1)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
         stage, blend = run.stages[number := order.leg(step).stage], run.blends[number]
         lr = rate(run, step)
@@ -1012,6 +1022,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
                 update(run, state, step, plan, lr, told.grad_norm, balance)
 
         step += 1
+        profiler.step_ends()
         measured = {"row_ids": digest, "stage": number, "loss": told.loss, "grad_norm": told.grad_norm, "lr": lr,
                     **clock.step_ends(times), **load_of(balance, grid), **watch.step_ends(step, told, counts, balance, skipped),
                     "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
@@ -1024,6 +1035,8 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             out.expert_load(step, balance.counts_LX)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         report(run, step, measured, flops[number], times)
+        if (profiled := profiler.finish(step, told.stopping or step == last)) is not None:
+            tell_profile(run, profiler, profiled)
         if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
             out.diverged(step, watch.skips)
@@ -1157,7 +1170,8 @@ class Watch:
 
 
 class Clock:
-    """Times and bytes of a step, as metrics."""
+    """Times and bytes of a step, as metrics. On an accelerator the waits that are over count: those of the optimizer, which still
+    runs when the next step begins, in that one."""
 
     def __init__(self, device: torch.device):
         self.waited_s, self.waited, self.sent = WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
@@ -1171,10 +1185,9 @@ class Clock:
         """Also puts the step's seconds at the end of times."""
         now = time.perf_counter()
         times.append(now - self.start)
+        WIRE.settle()
         return {"step_s": times[-1], "optimizer_s": now - self.update if self.on_host else None,
-                # where wait() returns at once, the time in it says nothing
-                "exposed_comm_s": WIRE.waited_s - self.waited_s if self.on_host else None,
-                "exposed_s": dict(WIRE.waited - self.waited) if self.on_host else None,
+                "exposed_comm_s": WIRE.waited_s - self.waited_s, "exposed_s": dict(WIRE.waited - self.waited),
                 "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
@@ -1211,6 +1224,18 @@ def report(run: Run, step: int, measured: dict, flops: float, times: list[float]
     held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""
     out.log(f"step {step}/{hp.steps}  loss {measured['loss']:.4f}  norm {measured['grad_norm']:.3f}  lr {measured['lr']:.2e}  "
             f"{tok_s:,.0f} tok/s  {step_s:.2f} s  eta {duration(recent * (hp.steps - step))}{held_out}")
+
+
+def tell_profile(run: Run, profiler: timeline.Profiler, steps: list[dict]):
+    """Rank 0 logs what the profiled steps consist of: of itself in full, of others in a line. steps: of this rank, if it was one."""
+    out, device = run.out, run.device
+    lines = share_texts(timeline.in_a_line(steps), run.grid, device)
+    out.log(f"profile of {run.hp.profile}: {profiler.folder}")
+    if profiler.mine:
+        out.log("\n".join(f"  {line}" for line in timeline.in_words(steps, device.type)))
+    for rank in profiler.ranks:
+        if rank:
+            out.log(f"  rank {rank}: {lines[rank]}")
 
 
 def ledger() -> str:
