@@ -677,7 +677,8 @@ def profiles_of(run: Run) -> str:
         most = steps[0].get("exposed_s") or {}
         rows.append([cell(found.get("rank")), cell(f"{steps[0].get('step')} to {steps[-1].get('step')}"),
                      *(cell(s, " s", ".4f") for s in mean.values()), cell(max(most, key=most.get, default=""))])
-    head = ["rank", "steps", "step", "compute", "exposed transfers", "launching transfers", "exposed copies", "idle", "longest wait"]
+    head = ["rank", "steps", "step", "compute", "exposed transfers", "launching transfers", "exposed copies", "idle",
+            "longest wait"]
     return f"<h3>Profiled steps</h3>{table(head, rows)}" if rows else ""
 
 
