@@ -58,6 +58,9 @@ DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machi
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
 STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
 JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
+# How memory is taken, on GPUs: segments that grow leave no holes for other sizes to miss; pinned memory comes in the size that was
+# asked for. On hosts with a GPU: huge pages would be taken whole for a few bytes
+MEMORY_VARS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
 RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 
 
@@ -365,6 +368,8 @@ def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int |
     base.setdefault("MKL_NUM_THREADS", base["OMP_NUM_THREADS"])
     if world > 1:
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of other ranks
+    for name, value in MEMORY_VARS.items():
+        base.setdefault(name, value)
     # Without it gloo looks up the host's own name, which on laptops may not resolve or change with the network.
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         base.setdefault("GLOO_SOCKET_IFNAME", loopback[0])

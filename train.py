@@ -36,8 +36,8 @@ import health
 import launch
 import optim
 import timeline
-from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
-                   flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
+from model import (ATTENTION, MOE_KERNELS, Balance, ConfigError, Model, Recorded, Route, Segments, block, choose_kernels, count_params,
+                   embed_grad, embed_tokens, flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
@@ -77,6 +77,10 @@ class Hyperparameters:
     grad_chunk: int = 0  # experts of an owner per gradient transfer (two travel at a time), bounds the receive buffer; 0: all
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
+    # kernels
+    moe_kernel: str = "grouped_mm"  # of the experts' products: grouped_mm | sonic (SonicMoE, on Hopper GPUs and newer)
+    attention: str = "auto"  # on NVIDIA GPUs: fa2 | fa3 (FlashAttention 3) | auto: fa3 on a Hopper where it is installed
+    compile: bool = False  # torch.compile what lies between products, attention and transfers of the block, region by region
     # memory
     recompute: bool = True  # keep a layer's inputs and recompute it in the backward pass | False: keep all its activations
     keep_layers: int = 0  # with recompute: of so many last layers all activations, which go before gradients fill the memory
@@ -423,6 +427,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           "optimizer": tuple(optim.OPTIMIZERS), "schedule": SCHEDULES,
                           "packing": data.PACKINGS, "balance": BALANCE,
                           "newton_schulz": tuple(optim.NEWTON_SCHULZ), "lr_scaling": ("none", "sqrt", "linear"),
+                          "moe_kernel": MOE_KERNELS, "attention": ATTENTION,
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -955,6 +960,8 @@ def main(argv: list[str]) -> int:
     for warning in grid_warnings(grid, m):
         out.log(f"warning: {warning}")
 
+    chosen = together(lambda: choose_kernels(hp.moe_kernel, hp.attention, hp.compile, device, hp.dtype, m), grid, device)
+    out.log(f"kernels: {chosen}")
     together(out.lock, grid, device)
     run, state, found = begin(asked, hp, m, grid, where, out)
     hp, step = run.hp, found.get("step", 0)
