@@ -58,8 +58,8 @@ DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machi
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
 STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
 JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
-# How memory is taken, on GPUs: segments that grow leave no holes for other sizes to miss; pinned memory comes in the size that was
-# asked for. On hosts with a GPU: huge pages would be taken whole for a few bytes
+# How memory is taken. On GPUs: segments that grow leave no holes that other sizes cannot use; pinned memory comes in the size
+# that was asked for. On the host: huge pages would be taken whole for a few bytes
 MEMORY_VARS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
 RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 

@@ -63,11 +63,12 @@ def choose_kernels(moe_kernel: str, attention: str, compiled: bool, device: torc
 
 
 def choose_attention(name: str, device: torch.device) -> str:
-    """FlashAttention 3 where it is installed and the GPU is a Hopper (or where it is asked for), else what torch brings. An import
-    of it registers its kernels, which varlen_attn then calls."""
+    """FlashAttention 3 where it is installed and the GPU is a Hopper (or where it is asked for), else what torch brings. torch
+    registers its kernels, which varlen_attn then calls."""
     if device.type != "cuda":
         if name == "fa3":
-            raise ConfigError(f"--attention=fa3: needs an NVIDIA Hopper GPU, this rank runs on {device.type}; use --attention=auto")
+            raise ConfigError(f"--attention=fa3: needs an NVIDIA Hopper GPU, this rank runs on {device.type}; use "
+                              "--attention=auto")
         return "attention by blocks of queries"
     hopper, there = torch.cuda.get_device_capability(device)[0] == 9, importlib.util.find_spec("flash_attn_interface") is not None
     if name == "fa2" or name == "auto" and not (hopper and there):
@@ -78,8 +79,8 @@ def choose_attention(name: str, device: torch.device) -> str:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         if name == "fa3":
-            raise ConfigError(f"--attention=fa3: FlashAttention 3 cannot be used ({error}); install flash_attn_interface with its "
-                              "backward pass, or use --attention=fa2") from error
+            raise ConfigError(f"--attention=fa3: FlashAttention 3 cannot be used ({error}); install flash_attn_interface with "
+                              "its backward pass, or use --attention=fa2") from error
         return f"FlashAttention 2 (3 cannot be used: {error})"
     return "FlashAttention 3"
 
@@ -107,8 +108,8 @@ def try_compiler(device: torch.device):
         rotate(torch.ones(2, 1, 2, device=device), torch.ones(2, 1, device=device), torch.zeros(2, 1, device=device))
     except Exception as error:  # noqa: BLE001 the compiler's own kinds differ from version to version; whatever it is, it is told
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"--compile=True: torch.compile does not work here ({first}); on a CPU it needs a C++ compiler (g++); or "
-                          "leave it out") from error
+        raise ConfigError(f"--compile=True: torch.compile does not work here ({first}); on a CPU it needs a C++ compiler (g++); "
+                          "or leave it out") from error
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def normalise(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x32 = x.to(torch.float32, copy=True)
     norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
     rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return torch.mul(x32.mul_(rstd), w, out=torch.empty_like(x)), rstd
+    return torch.mul(x32.mul_(rstd), w, out=x.new_empty(x.shape)), rstd
 
 
 @fused
@@ -290,8 +291,8 @@ def normalise_grad(dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tens
     dy32, xhat = wide(dy), wide(x) * rstd
     product = dy32 * xhat
     along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
-    dx32 = torch.mul(dy32, w, out=None if dy32 is dy else dy32).addcmul_(xhat, along, value=-1)
-    return torch.mul(dx32, rstd, out=torch.empty_like(x)), product.flatten(0, -2).sum(0)
+    dx32 = (dy32 * w if dy32 is dy else dy32.mul_(w)).addcmul_(xhat, along, value=-1)
+    return torch.mul(dx32, rstd, out=x.new_empty(x.shape)), product.flatten(0, -2).sum(0)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -797,8 +798,8 @@ def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: R
     return x_TD + y_TD, Route(chosen_Tk, rows)
 
 
-def run_experts(h_MD: Tensor, weights_Mk: Tensor, chosen_Mk: Tensor, gate_up_XUD: Tensor, down_XDF: Tensor, mine: range, rows: int,
-                value: bool, m: Model) -> Tensor:
+def run_experts(h_MD: Tensor, weights_Mk: Tensor, chosen_Mk: Tensor, gate_up_XUD: Tensor, down_XDF: Tensor, mine: range,
+                rows: int, value: bool, m: Model) -> Tensor:
     """Sum over the experts `mine` of this rank, [M, D], by the kernel that the run has chosen. value: see Experts."""
     slots, full = most_per_token(len(mine), m), even_load(mine, m)
     if MOE_KERNEL == "sonic" and not h_MD.is_meta:

@@ -36,8 +36,8 @@ import health
 import launch
 import optim
 import timeline
-from model import (ATTENTION, MOE_KERNELS, Balance, ConfigError, Model, Recorded, Route, Segments, block, choose_kernels, count_params,
-                   embed_grad, embed_tokens, flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
+from model import (ATTENTION, MOE_KERNELS, Balance, ConfigError, Model, Recorded, Route, Segments, block, choose_kernels,
+                   count_params, embed_grad, embed_tokens, flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
