@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export report clean
+.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export report gpu-check clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -28,6 +28,7 @@ help:
 	@echo 'make study                              optimizers and routing compared, with error bars (20 minutes)'
 	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
+	@echo 'make gpu-check [RANKS=n] [ARGS=...]      is every path right on the GPUs here, and how fast; out/gpu-check.json for make plan'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
 	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
 
@@ -87,6 +88,9 @@ export: $(STAMP)
 
 report: $(STAMP)
 	exec $(PY) report.py $(ARGS)
+
+gpu-check: $(STAMP)
+	exec $(PY) launch.py $(if $(RANKS),--ranks-per-node $(RANKS)) -- gpu_check.py $(ARGS)
 
 extras: $(STAMP)
 	exec $(PY) -m pip install --quiet --disable-pip-version-check -r requirements-extra.txt
