@@ -33,7 +33,7 @@ from errors import ConfigError
 GROUPS = {
     "loss": ("loss", "val_loss", "aux_loss", "z_loss"),
     "optimizer": ("lr", "grad_norm", "skipped", "noise_tokens"),
-    "speed": ("tok_s", "tok_s_gpu", "mfu"),
+    "speed": ("tok_s", "tok_s_gpu", "mfu", "goodput"),
     "time": ("step_s", "optimizer_s", "exposed_comm_s", "exposed_s", "ckpt_blocked_s", "ckpt_write_s", "recovery_s"),
     "memory": ("tracked_peak_bytes", "tracked_bytes", "peak_host_gb", "peak_device_gb", "alloc_retries"),
     "experts": ("expert_load", "rank_load", "dead_experts"),
@@ -550,7 +550,8 @@ def sections(v: View, bars: int) -> list[tuple[str, str]]:
          + v.plot("Gradient norm", "norm, before clipping", {"grad_norm": "norm"}, skips=True, log=True)
          + v.plot("Gradient noise scale", "tokens", {"noise_tokens": "noise scale"}, log=True)),
         ("Speed", v.plot("Throughput", "tokens/s of all ranks", {"tok_s": "tokens/s"}, zero=True)
-         + v.plot("Share of the peak", "% of bf16 peak", {"mfu": "MFU"}, 100, zero=True)),
+         + v.plot("Share of the peak", "% of bf16 peak", {"mfu": "MFU"}, 100, zero=True)
+         + v.plot("Goodput", "% of the time since launch", {"goodput": "in steps that count"}, 100, zero=True)),
         ("Time", time_plots(v, bars)), ("Memory", memory_plots(v, bars)), ("Experts", expert_plots(v)),
     ]
     return [(heading, f'<div class="plots">{content}</div>') for heading, content in found if content]
@@ -616,6 +617,16 @@ def summary(runs: list[Run]) -> str:
                   "median step", "skipped steps", "restarts", "crash to first step, all"], rows)
 
 
+ATTEMPT = ("attempt", "step_before", "step_after", "cause", "why", "decision", "code", "excluded")  # of attempts.jsonl
+
+
+def of_attempt(value) -> str | None:
+    """Excluded nodes with what speaks against them; anything else as it is."""
+    if isinstance(value, dict):
+        return "; ".join(f"{k}: {v}" for k, v in value.items())
+    return None if value is None else str(value)
+
+
 def events(run: Run) -> str:
     """Starts and restarts, skipped steps, warnings."""
     out = ""
@@ -625,9 +636,8 @@ def events(run: Run) -> str:
         head = ["time", "first step", "last step", "from the crash to the first step", "how", "command"]
         out += "<h3>Starts</h3>" + table(head, rows)
     if run.attempts:
-        names = list(dict.fromkeys(k for a in run.attempts for k, value in a.items() if not isinstance(value, (dict, list))))[:8]
-        rows = [[cell(str(a.get(k, ""))) for k in names] for a in run.attempts[-50:]]
-        out += "<h3>Attempts, as the launcher judged them</h3>" + table(names, rows)
+        rows = [[cell(of_attempt(a.get(name))) for name in ATTEMPT] for a in run.attempts[-50:]]
+        out += "<h3>Attempts, as the launcher judged them</h3>" + table([name.replace("_", " ") for name in ATTEMPT], rows)
     if run.skips:
         out += "<h3>Skipped steps</h3>" + table(["step", "why"], [[cell(s), cell(why)] for s, why in run.skips[-50:]])
     if run.warnings:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from model import ConfigError
 from spawn import launch as start
+from test_timeline import PARTS
 
 CPU = torch.device("cpu")
 
@@ -25,8 +26,8 @@ def test_on_a_cpu_it_ends_well_says_so_and_its_file_makes_a_plan(tmp_path, capsy
     assert found["checks"].keys() == gpu_check.CHECKS.keys() and all(x > 0 for x in found["rates"].values())
     step = found["step"]
     assert step["size"] == "debug" and step["layers"] == 4 and step["step_s"] > step["optimizer_s"] > 0 and step["planned_s"] > 0
-    assert sum(step["profile"][0][part] for part in ("compute_s", "exposed_comm_s", "launching_s", "copies_s", "idle_s")) == pytest.approx(
-        step["profile"][0]["step_s"])
+    (profiled,) = step["profile"]
+    assert sum(profiled[part] for part in PARTS) == pytest.approx(profiled["step_s"])
     assert plan.main(["--machine", f"{tmp_path}/here.json", "--nodes", "1", "--size", "debug", "--layers=2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["machine"] == f"{tmp_path}/here.json" and planned["ranks_per_node"] == 1 and planned["memory"]["fits"]
@@ -87,8 +88,8 @@ def break_transfers(monkeypatch):
 
 
 @pytest.mark.parametrize("fault, noticed", [
-    (break_norm, {"norm", "head and loss"}), (break_attention, {"attention"}), (break_experts, {"experts, even", "experts, uneven"}),
-    (break_fp8, {"fp8 blocks"}), (break_copies, {"copies"}), (break_transfers, {"transfers"})])
+    (break_norm, {"norm", "head and loss"}), (break_attention, {"attention"}),
+    (break_experts, {"experts, even", "experts, uneven"}), (break_fp8, {"fp8 blocks"}), (break_copies, {"copies"}), (break_transfers, {"transfers"})])
 def test_a_fault_of_the_device_is_noticed_where_it_is(fault, noticed, here, monkeypatch):
     fault(monkeypatch)
     monkeypatch.setattr(gpu_check, "CHECKS", {name: c for name, c in gpu_check.CHECKS.items() if not name.startswith("step")})
@@ -113,15 +114,18 @@ def test_a_path_that_fails_is_told_and_the_others_are_checked(here, monkeypatch)
 def test_a_gpus_file_makes_a_plan_with_its_rates(here, monkeypatch, tmp_path, capsys):
     """Rates as an H200 would have them; what one machine cannot measure comes from a known one, and is named."""
     properties = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace(get_device_properties=lambda _: properties))
+    module = types.SimpleNamespace(get_device_properties=lambda _: properties)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     monkeypatch.setattr(launch, "device_memory", lambda device: 141 * 10**9)
     on_gpu = here._replace(where=launch.Place(0, 1, 0, 1, torch.device("cuda", 0), "nccl"))
-    rates = {"dense_efficiency": 700e12, "expert_efficiency": 560e12, "attention_efficiency": 420e12, "attention_back_efficiency": 350e12,
-             "orthogonal_efficiency": 600e12, "head_efficiency": 650e12, "fp32_efficiency": 50e12, "kernel_s": 2e-6, "launch_s": 5e-6,
-             "element-wise rate": 3.5e12, "routing and permutation rate": 2e12, "optimizer passes rate": 3e12, "fp8 rate": 2.5e12,
+    rates = {"dense_efficiency": 700e12, "expert_efficiency": 560e12, "attention_efficiency": 420e12,
+             "attention_back_efficiency": 350e12, "orthogonal_efficiency": 600e12, "head_efficiency": 650e12,
+             "fp32_efficiency": 50e12, "kernel_s": 2e-6, "launch_s": 5e-6, "element-wise rate": 3.5e12,
+             "routing and permutation rate": 2e12, "optimizer passes rate": 3e12, "fp8 rate": 2.5e12,
              "quantise bytes/s": 2e12, "copy out bytes/s": 50e9, "copy in bytes/s": 55e9, "base_s": 1e-5, "node_rate": 1e10}
     constants, assumed = gpu_check.machine_of(on_gpu, rates)
-    assert constants["expert_efficiency"] == pytest.approx(0.8) and constants["peak_bf16"] == 700e12 and constants["copy_rate"] == 50e9
+    assert constants["expert_efficiency"] == pytest.approx(0.8) and constants["peak_bf16"] == 700e12
+    assert constants["copy_rate"] == 50e9
     assert constants["memory"] == 141e9 and "net_rate" in assumed and "node_rate" in assumed and "memory" not in assumed
     assert constants["node_rate"] == plan.rates("jupiter-gh200")["node_rate"], "one rank has measured no transfer"
     (tmp_path / "gpu.json").write_text(json.dumps({"machine": constants}))
@@ -133,8 +137,8 @@ def test_a_gpus_file_makes_a_plan_with_its_rates(here, monkeypatch, tmp_path, ca
     assert 0 < seconds[0] != seconds[1]
 
 
-@pytest.mark.parametrize("content, words", [(None, "make gpu-check"), ("{", "make gpu-check"), ('{"machine": []}', "AttributeError"),
-                                            ('{"machine": {"peak_bf16": "fast"}}', "ValueError"),
+@pytest.mark.parametrize("content, words", [(None, "make gpu-check"), ("{", "make gpu-check"),
+                                            ('{"machine": []}', "AttributeError"), ('{"machine": {"peak_bf16": "fast"}}', "ValueError"),
                                             ('{"machine": {"peak_bf16": 1}}', "attention_back_efficiency, .* missing")])
 def test_a_file_that_is_none_of_these_is_refused(content, words, tmp_path):
     if content is not None:

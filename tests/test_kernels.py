@@ -37,8 +37,8 @@ def gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 def test_a_compiled_block_has_the_same_loss_and_gradients(monkeypatch):
-    """Traced as for inductor, each region as one graph, but no code is generated: that takes 25 s of a core's time. The rest of the
-    way is the same."""
+    """Traced as for inductor, each region as one graph, but no code is generated: that takes 25 s of a core's time. The rest of
+    the way is the same."""
     loss, grads = gradients()
     monkeypatch.setattr(model, "COMPILER", "eager")
     calls, real = [], torch.compile
@@ -66,8 +66,8 @@ def test_without_a_compiler_a_run_says_so(monkeypatch):
 # Nothing in a step waits for the device
 # ------------------------------------------------------------------------------------------------------------------
 
-WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::nonzero_numpy", "aten::masked_select",
-         "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal", "aten::_assert_async")
+WAITS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero", "aten::nonzero", "aten::nonzero_numpy",
+         "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::equal", "aten::_assert_async")
 
 
 class Waits(Exception):
@@ -87,7 +87,7 @@ class Strict(plan.Recorder):
         if name == "aten::copy_" and args[0].is_meta != args[1].is_meta:
             raise Waits("aten::copy_ between host and device")
         device = (kwargs or {}).get("device")
-        if name == "aten::_to_copy" and device is not None and tensors and (torch.device(device).type == "meta") != tensors[0].is_meta:
+        if name == "aten::_to_copy" and device is not None and (torch.device(device).type == "meta") != tensors[0].is_meta:
             raise Waits("aten::_to_copy between host and device")
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -101,13 +101,14 @@ def record(monkeypatch, *settings: str) -> plan.Recording:
 
 @pytest.mark.parametrize("settings", [
     ["--max_per_group=1"],
-    ["--max_per_group=1", "--offload_state=True", "--offload_fraction=0.5", "--rows_per_rank=2", "--router=sigmoid", "--aux_loss=0.01",
-     "--z_loss=0.001", "--dense_gather=layer", "--grad_chunk=1"],
-    ["--max_per_group=1", "--optimizer=adamw", "--keep_layers=2", "--weight_transport=bf16", "--shared_experts=1", "--replicas=2"]])
+    ["--max_per_group=1", "--offload_state=True", "--offload_fraction=0.5", "--rows_per_rank=2", "--router=sigmoid",
+     "--aux_loss=0.01", "--z_loss=0.001", "--dense_gather=layer", "--grad_chunk=1"],
+    ["--max_per_group=1", "--optimizer=adamw", "--keep_layers=2", "--weight_transport=bf16", "--shared_experts=1",
+     "--replicas=2"]])
 def test_no_step_waits_where_every_group_gets_the_same(settings, monkeypatch):
     """Schedule and optimizer, on meta tensors: values do not exist, so that nothing can have been read."""
     rec = record(monkeypatch, *settings)
-    assert sum(isinstance(e, plan.Sync) for e in rec.events) == 2, "the numbers of the step, which plan.record puts there, and no more"
+    assert sum(isinstance(e, plan.Sync) for e in rec.events) == 2, "the step's numbers, which plan.record puts there, no more"
 
 
 def plant(place: str, monkeypatch):
@@ -116,9 +117,9 @@ def plant(place: str, monkeypatch):
         return int(mask.sum())
 
     plants = {
-        "item": lambda x: x if count(x > 0) >= 0 else x, "mask": lambda x: x[x > 0].sum() + x, "nonzero": lambda x: x.nonzero() and x,
-        "to the host": lambda x: x.cpu().to(x.device), "from the host": lambda x: x + torch.ones(3).to(x.device).sum(),
-        "list": lambda x: x + x.sum().tolist()}
+        "item": lambda x: x if count(x > 0) >= 0 else x, "mask": lambda x: x[x > 0].sum() + x,
+        "nonzero": lambda x: x.nonzero() and x, "to the host": lambda x: x.cpu().to(x.device),
+        "from the host": lambda x: x + torch.ones(3).to(x.device).sum(), "list": lambda x: x + x.sum().tolist()}
     real = model.choose_experts
 
     def choose(logits_TX, bias_X, m):
@@ -195,7 +196,7 @@ def package(monkeypatch):
 
 @pytest.mark.parametrize("E, c, padded", [(1, 1, 0), (2, 1, 0), (4, 1, 1), (1, 2, 0), (4, 2, 2), (8, 4, 0)])
 def test_sonic_has_the_values_and_gradients_of_grouped_mm(E, c, padded, package):
-    m = model.model_of("debug", **TINY, max_per_group=c) if c < 4 else model.model_of("debug", **TINY | dict(groups=1), max_per_group=4)
+    m = model.model_of("debug", **TINY | (dict(groups=1) if c == 4 else {}), max_per_group=c)
     tensors, chosen = expert_inputs(m)
     pads = [torch.randn(padded, *t.shape[1:]) for t in tensors[2:]]
 
@@ -228,10 +229,12 @@ def test_the_stages_of_sonics_check(package, monkeypatch):
     sizes = ("bfloat16", 6144, 2048)
     sonic.check(CUDA, *sizes)
     for device, args, words in ((torch.device("cpu"), sizes, "Hopper's generation or newer, this rank runs on cpu"),
-                                (CUDA, ("float32", 6144, 2048), "not --dtype=float32"), (CUDA, ("bfloat16", 6144, 200), "--expert_width=200")):
+                                (CUDA, ("float32", 6144, 2048), "not --dtype=float32"),
+                                (CUDA, ("bfloat16", 6144, 200), "--expert_width=200")):
         with pytest.raises(ConfigError, match=f"--moe_kernel=sonic: .*{words}"):
             sonic.check(device, *args)
-    for versions, words in (({}, "sonic-moe is not installed; install it"), ({"sonic-moe": (0, 1, 2)}, "quack-kernels is not installed"),
+    for versions, words in (({}, "sonic-moe is not installed; install it"),
+                            ({"sonic-moe": (0, 1, 2)}, "quack-kernels is not installed"),
                             ({"sonic-moe": (0, 1, 1)}, r"sonic-moe 0.1.1 is older than 0.1.2"),
                             ({"sonic-moe": (0, 1, 3), "quack-kernels": (0, 3, 11)}, "quack-kernels 0.3.11 is older than 0.4")):
         monkeypatch.setattr(sonic, "version", lambda name, versions=versions: versions.get(name, ()))
@@ -333,7 +336,8 @@ def test_copies_of_an_accelerator_follow_the_computation_and_are_waited_for_by_i
     log.clear()
     assert copy.wait() is slot and log == ["compute waits for event of out"]
     back = copies._start("in", "inputs in", slot, torch.zeros(4))
-    assert back.wait().equal(x) and log[1:] == ["in waits for compute", "in in", "event on in", "out of in", "compute waits for event of in"]
+    assert back.wait().equal(x)
+    assert log[1:] == ["in waits for compute", "in in", "event on in", "out of in", "compute waits for event of in"]
     copies.finish()
     assert log[-1] == "host waits for cuda:0"
 

@@ -15,10 +15,11 @@ LAYERS = 4
 
 def line(step: int, **more) -> dict:
     rng = random.Random(step)
-    return {"step": step, "tokens": step * 4096, "loss": 2 + 6 * math.exp(-step / 500) + rng.random() / 10, "grad_norm": 1 + rng.random(),
-            "lr": 1e-3, "step_s": 1.0, "optimizer_s": 0.1, "exposed_comm_s": 0.2, "exposed_s": {"expert gather": 0.15, "dispatch": 0.05},
-            "tok_s": 4096.0, "tok_s_gpu": 1024.0, "mfu": None, "expert_load": [1.5 + rng.random() for _ in range(LAYERS)], "rank_load": 1.1,
-            "dead_experts": 0, "ckpt_blocked_s": 0.01, "sent_bytes": {"column expert gather": 10**7}, "peak_host_gb": 2.0,
+    return {"step": step, "tokens": step * 4096, "loss": 2 + 6 * math.exp(-step / 500) + rng.random() / 10,
+            "grad_norm": 1 + rng.random(), "lr": 1e-3, "step_s": 1.0, "optimizer_s": 0.1, "exposed_comm_s": 0.2,
+            "exposed_s": {"expert gather": 0.15, "dispatch": 0.05}, "tok_s": 4096.0, "tok_s_gpu": 1024.0, "mfu": None,
+            "expert_load": [1.5 + rng.random() for _ in range(LAYERS)], "rank_load": 1.1, "dead_experts": 0,
+            "ckpt_blocked_s": 0.01, "sent_bytes": {"column expert gather": 10**7}, "peak_host_gb": 2.0,
             "peak_device_gb": None, **more}
 
 
@@ -50,9 +51,10 @@ def plots(text: str) -> dict[str, list[ET.Element]]:
 
 def test_every_plot_has_units_on_both_axes_and_no_label_lies_on_another(tmp_path, monkeypatch):
     tracked = {"tracked_bytes": {"weights": 2**31, "transient": 2**30}, "tracked_peak_bytes": 3 * 2**30}
-    rows = [line(i, aux_loss=0.1, noise_tokens=1e5 * i, mfu=0.4, ckpt_write_s=2.0, alloc_retries=i, **(tracked if i % 9 == 1 else {}),
-                 **({"val_loss": 3.0} if i % 10 == 0 else {})) for i in range(1, 201)]
-    evals = "".join(json.dumps({"step": s, "tokens": s, "bits_per_byte": {"model": 2.0 + s}, "nats": {"model": 3.0}}) + "\n" for s in (1, 2))
+    rows = [line(i, aux_loss=0.1, noise_tokens=1e5 * i, mfu=0.4, goodput=0.9, ckpt_write_s=2.0, alloc_retries=i,
+                 **(tracked if i % 9 == 1 else {}), **({"val_loss": 3.0} if i % 10 == 0 else {})) for i in range(1, 201)]
+    evals = "".join(json.dumps({"step": s, "tokens": s, "bits_per_byte": {"model": 2.0 + s}, "nats": {"model": 3.0}}) + "\n"
+                    for s in (1, 2))
     write(tmp_path, "a", rows, evals_jsonl=evals, experts_json=json.dumps({"step": 200, "load": [[1.0, 0.5], [2.0, 0.1]]}))
     found = plots(made(tmp_path, monkeypatch, "--run", "a"))
     assert {"Loss", "Learning rate", "Gradient norm", "Throughput", "Time of a step", "Where a step's time goes (rank 0)",
@@ -87,13 +89,17 @@ def test_a_long_run_is_a_small_page_that_keeps_every_extreme(tmp_path, monkeypat
 
 
 def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
-    rows = [line(i) for i in range(1, 31)] + [line(i, loss=9.0, recovery_s=12.5) for i in range(21, 26)]  # went back, and ends earlier
+    rows = [line(i) for i in range(1, 31)]
+    rows += [line(i, loss=9.0, recovery_s=12.5) for i in range(21, 26)]  # went back, and ends earlier
     log = b"--- 2026-01-02 03:04:05 train.py --run=b\nstep 1/40  loss 3\nstep 30/40  loss \xff\xfe 3\nWARNING: odd <b>&\xff\n" \
-          b"--- 2026-01-02 04:00:00 train.py --run=b\nresumed from out/b/ckpt/step-00000020\nfirst step back 12.5 s after\nstep 21/40  loss 9\n"
+          b"--- 2026-01-02 04:00:00 train.py --run=b\nresumed from out/b/ckpt/step-00000020\nfirst step back 12.5 s after\n" \
+          b"step 21/40  loss 9\n"
+    attempt = {"attempt": 1, "cause": "node", "decision": "again", "excluded": {"n7": "silent"}}
     write(tmp_path, "b", [*rows[:10], '"text"', "[1]", '{"loss": 1}', *rows[10:], '{"step": 26, "lo'], log_txt=log,
           progress_json='{"step": 25, "st', config_json=b'{"settings": {"size": "\xff", "run": "<script>alert(1)</script>"}}',
           samples_jsonl=json.dumps({"step": 20, "prompt": "a <i>", "text": "b </pre><script>x\0\x1b[2J"}) + "\n{",
-          experts_json='{"load": [[1, 2], [3]]}')
+          experts_json='{"load": [[1, 2], [3]]}',
+          attempts_jsonl=json.dumps(attempt) + "\n[]\n")
     with open(tmp_path / "out" / "b" / "metrics.jsonl", "ab") as f:
         f.write(b"\n\xff\xfe{")
     run = report.Run(tmp_path / "out" / "b")
@@ -102,12 +108,14 @@ def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
     assert any("10 steps are there twice" in n for n in run.notes) and any("4 lines cut or damaged" in n for n in run.notes)
     text = made(tmp_path, monkeypatch, "--run", "b")
     assert [e.get("class") for e in plots(text)["Loss"]].count("restart") == 1
-    assert "progress.json cannot be read" in text and "12.5 s" in text and "step-00000020" in text
-    assert text.count("<script>") == 1 and "b &lt;/pre&gt;" in text and not re.search("[\0\x1b]", text) and "odd &lt;b&gt;" in text
+    assert "n7: silent" in text and "progress.json cannot be read" in text and "12.5 s" in text and "step-00000020" in text
+    assert text.count("<script>") == 1 and "b &lt;/pre&gt;" in text and "odd &lt;b&gt;" in text
+    assert not re.search("[\0\x1b]", text)
 
 
 def test_a_skipped_step_is_marked_and_its_missing_values_leave_the_curve_whole(tmp_path, monkeypatch):
-    rows = [line(i, **({"loss": None, "grad_norm": None, "skipped_why": "loss is nan"} if i in (5, 9) else {})) for i in range(1, 20)]
+    bad = {"loss": None, "grad_norm": None, "skipped_why": "loss is nan"}
+    rows = [line(i, **(bad if i in (5, 9) else {})) for i in range(1, 20)]
     write(tmp_path, "c", rows)
     text = made(tmp_path, monkeypatch, "--run", "c")
     for title in ("Loss", "Gradient norm"):
@@ -132,9 +140,10 @@ def test_runs_are_compared_in_one_page_that_fetches_nothing(tmp_path, monkeypatc
 
 
 def test_wandb_has_the_sections_of_the_page():
-    named = report.grouped(line(3, val_loss=2.0, tracked_bytes={"weights": 5}, skipped_why="why", row_ids="x", ckpt_step=7, stage=0))
+    named = report.grouped(line(3, val_loss=2.0, tracked_bytes={"weights": 5}, skipped_why="why", row_ids="x", ckpt_step=7))
     assert named["loss/val_loss"] == 2.0 and named["memory/tracked_bytes/weights"] == 5 and named["experts/expert_load/3"] > 1
     assert named["time/exposed_s/expert gather"] == 0.15 and named["traffic/sent_bytes/column expert gather"] == 10**7
-    assert named["run/ckpt_step"] == 7 and named["run/tokens"] == 3 * 4096 and not any("why" in n or "row_ids" in n for n in named)
+    assert named["run/ckpt_step"] == 7 and named["run/tokens"] == 3 * 4096
+    assert not any("why" in name or "row_ids" in name for name in named)
     for name in (n for names in report.GROUPS.values() for n in names):
         assert len([g for g, names in report.GROUPS.items() if name in names]) == 1
