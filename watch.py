@@ -64,6 +64,7 @@ class Page:
         if not folder or self.thread:
             return
         path = page_file(Path(folder), rank)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.stacks = open(path.with_suffix(".stacks"), "wb")
         faulthandler.register(STACK_SIGNAL, self.stacks, all_threads=True)
         with open(path.with_suffix(".new"), "w+b") as file:
@@ -89,28 +90,32 @@ class Page:
         """A signal has asked this rank to stop. Called in its handler."""
         self.words[AT["asked"]] = self.words[AT["asked"]] or number
 
-    def launches(self, group: str, purpose: str) -> int:
-        """Notes that a collective is about to be launched; returns what to call it by."""
+    def launches(self, group: str, purpose: str) -> list:
+        """Notes that a collective is about to be launched; returns its entry, for the calls below: [number and name, how to get
+        what tells whether it is complete]."""
         self.count += 1
         name = self.names.get((group, purpose))
         token = self.count << 8 | (self._name(group, purpose) if name is None else name)
         self.words[RING_AT + self.count % RING] = token
         self.words[LAUNCHED] = token
-        return token
+        return [token, None]
 
-    def launched(self, token: int, work):
-        """The poller asks a collective whether it is complete as long as someone holds it."""
+    def launched(self, entry: list, work):
+        """Has the poller follow it. A Work that nobody holds any longer was waited for, and so is complete."""
         if self.thread:
-            self.in_flight.append((token, weakref.ref(work)))
+            entry[1] = weakref.ref(work)
+            self.in_flight.append(entry)
 
-    def waits(self, token: int):
-        """0: no longer."""
-        self.words[WAITING] = token
+    def waits(self, entry: list):
+        self.words[WAITING] = entry[0]
 
-    def passes(self, token: int, event):
-        """An accelerator's wait returns at once: the poller asks an event of the stream that waits, which holds no memory."""
-        if self.thread:
-            self.in_flight.append((token, lambda: event))
+    def waited(self):
+        self.words[WAITING] = 0
+
+    def passes(self, entry: list, event):
+        """On an accelerator wait() returns at once: from now on the poller asks an event of the stream that waits, which holds no
+        memory."""
+        entry[1] = lambda: event
 
     def _name(self, group: str, purpose: str) -> int:
         place = self.names[group, purpose] = min(len(self.names), NAMES - 1)
@@ -144,7 +149,7 @@ def page_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}"
 
 
-def tell(values: dict):
+def tell_launcher(values: dict):
     """Rank 0's progress, for the launcher: replaced as a whole."""
     if folder := os.environ.get(ATTEMPT_VAR):
         replace_json(Path(folder) / "progress.json", values)
