@@ -107,12 +107,12 @@ def read_exits(folder: Path) -> dict[int, Exit]:
 
 
 def first_failure(exits: list[Exit]) -> Exit | None:
-    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code, and a plain 1
-    last, since it is mostly a lost connection. So is an abort (SIGABRT), of a thread that lost one."""
+    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last what is
+    mostly the consequence, a lost connection: a plain 1, or an abort."""
     failed = [exit for exit in exits if exit.code not in (EXIT_OK, EXIT_STOPPED)]
     earliest = min((exit.time for exit in failed), default=0.0)
     return min((exit for exit in failed if exit.time < earliest + 1.0),
-               key=lambda x: (x.code >= 0, x.code in (EXIT_FAILED, -signal.SIGABRT), x.time, x.rank), default=None)
+               key=lambda x: (x.code in (EXIT_FAILED, -signal.SIGABRT), x.code >= 0, x.time, x.rank), default=None)
 
 
 def shell_code(code: int) -> int:
@@ -183,6 +183,8 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
         return Cause(ERROR, f"ranks {watch.shortened(lost)} are gone, nobody knows how", code=code)
     if first.code == EXIT_OUT_OF_MEMORY:
         return Cause(MEMORY, f"rank {first.rank}: an allocation failed", code=code)
+    if first.code == -signal.SIGABRT:
+        return Cause(ERROR, f"rank {first.rank} aborted", (first.node,), code=code)
     if first.code < 0:
         number = -first.code
         if number in MEMORY_SIGNALS and (first.out_of_memory or (first.page or {}).get("memory", 1.0) < LITTLE_MEMORY):

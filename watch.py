@@ -279,7 +279,7 @@ def examine(folder: Path, node: str | None = None, sample_s: float = 0.5) -> lis
 @dataclass
 class Hang:
     """Why nothing moves. kind: stopped | gone | unreachable | blocked (in the kernel) | busy | asleep | behind | collective (all wait
-    for the same one) | livelock (all run, none waits) | unknown."""
+    for the same one) | livelock (all run, none waits) | elsewhere (none waits) | unknown."""
 
     kind: str
     ranks: list[int] = field(default_factory=list)
@@ -292,7 +292,7 @@ class Hang:
 MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone", "unreachable": "on a node that does not answer",
            "blocked": "blocked in the kernel", "busy": "busy outside of any collective", "asleep": "asleep outside of any collective",
            "behind": "behind the others", "collective": "all in the same collective: a link or a network card",
-           "livelock": "all running, none in a collective", "unknown": "not to be told apart"}
+           "livelock": "all running, none in a collective", "elsewhere": "all outside of any collective", "unknown": "not to be told apart"}
 BUSY = 0.2  # cores
 
 
@@ -324,9 +324,10 @@ def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[
         "blocked": [r.rank for r in free if r.state == "D"],
         "busy": [r.rank for r in free if r.cpu >= BUSY] if waits else [],
         "asleep": [r.rank for r in free] if waits else [],
+        "livelock": [r.rank for r in ranks] if ranks and not waits and all(r.cpu >= BUSY for r in ranks) else [],
+        "elsewhere": [r.rank for r in ranks] if not waits else [],
         "behind": [r.rank for r in behind if (r.launched or [0])[0] == first_behind],
         "collective": [r.rank for r in ranks] if waits and len(waits) == len(ranks) else [],
-        "livelock": [r.rank for r in ranks] if ranks and not waits and all(r.cpu >= BUSY for r in ranks) else [],
         "unknown": list(range(world)),
     }
     kind, guilty = next((kind, sorted(found)) for kind, found in kinds.items() if found)
@@ -352,7 +353,7 @@ def unreached(guilty: list[int], ranks: list[Rank]) -> tuple[list | None, bool]:
 def describe(hang: Hang, known: dict[int, Rank]) -> str:
     """The report's first line."""
     who = f"rank{'s' if len(hang.ranks) > 1 else ''} {shortened(hang.ranks)} ({', '.join(hang.nodes[:8]) or 'node unknown'})"
-    if hang.kind in ("collective", "livelock", "unknown"):
+    if hang.kind in ("collective", "livelock", "elsewhere", "unknown"):
         who = f"{len(hang.ranks)} ranks"
     what = ""
     if hang.collective:
