@@ -6,11 +6,13 @@ other as train.py does."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import launch
 import pytest
 import recover
 import watch
@@ -78,6 +80,7 @@ CASES = {
     "an error at the first step": (ended(1, 1, 1, 1, **STUCK), ERROR, False, 1, ()),
     "an abort because a peer has failed": (ended(1, -6, 1, 1), ERROR, True, 1, ()),
     "before the first line, everywhere": (ended(1, 1, 1, 1, page=None, **STUCK), START, True, 1, ()),
+    "an error in the start": (ended(1, 1, 1, 1, page={**PAGE, "phase": "init"}, **STUCK), START, True, 1, ()),
     "before the first line, on a node": (ended(None, None, 1, 1, page=None, **STUCK), START, True, 1, ("n1",)),
     "peers that the launcher has ended": (ended(-15, -15, -11, -15, ended=(0, 1, 3)), KILLED, True, 139, ()),
     "bad in a check": (ended(1, 1, -9, 1, suspects={"n0": "wrong product"}), KILLED, True, 137, ("n0",)),
@@ -419,6 +422,16 @@ def test_nothing_is_left_of_a_launch_whose_launcher_is_killed(tmp_path, monkeypa
     all_gone([int(path.stem) for path in tmp_path.glob("*.pid")])
     assert len(pages) == 1
     until(lambda: not pages[0].parent.parent.exists(), "the end of the pages")
+
+
+def test_the_port_is_kept_for_rank_0_and_given_to_nobody_else():
+    with launch.reserve_port(None) as reserved:
+        port = reserved.getsockname()[1]
+        socket.create_server(("", port)).close()
+        for _ in range(300):
+            with socket.create_server(("", 0)) as other:
+                assert other.getsockname()[1] != port
+        launch.reserve_port(port).close()
 
 
 # ---- the tiny model
