@@ -399,8 +399,8 @@ def meeting_port(port: int | None) -> int:
 
 
 def reserve_port(port: int | None) -> socket.socket:
-    """A socket bound to the given TCP port, or to a free one, that never listens: on Linux nobody else is then given the port, while
-    rank 0, seconds later, can listen on it (both with SO_REUSEADDR). Raises LaunchError."""
+    """A socket bound to the given TCP port, or to a free one, that never listens: on Linux nobody else is then given the port,
+    while rank 0, seconds later, can listen on it (both with SO_REUSEADDR). Raises LaunchError."""
     number, dual = meeting_port(port), socket.has_dualstack_ipv6()
     reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -681,7 +681,8 @@ def supervision(options: argparse.Namespace, command: list[str], folder: Path, p
     retries = options.retries if options.retries is not None else recover.Limits.retries if resumable else 0
     limits = recover.Limits(retries, recover.BUDGETS | options.budget, backoff_s=options.backoff)
     watched = resumable or options.timeout is not None or bool(options.retries)
-    return recover.Options(options.nodes, folder, pages, limits, recover.TIMEOUTS | (options.timeout or {}), watched, end_of_job())
+    timeouts = recover.TIMEOUTS | (options.timeout or {})
+    return recover.Options(options.nodes, folder, pages, limits, timeouts, watched, end_of_job())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,13 +1,13 @@
 """The restart loop: start an attempt, watch its progress, judge how it ended, then go on, put a spare in, or stop.
 
-    evidence    Evidence     what is known of an attempt that has ended: exit codes, pages, the scheduler's word, the hang report
-    judge       pure         evidence -> cause and decision; nothing here reads log text
-    supervise   the loop     appends each attempt with its evidence to out/<run>/attempts.jsonl
+    Evidence     what is known of an attempt that has ended: exit codes, pages, the scheduler's word, the hang report
+    judge        evidence -> cause and decision: pure, and nothing here reads log text
+    supervise    the loop; appends each attempt with its evidence to out/<run>/attempts.jsonl
 
 Progress means that the step advances: rank 0 tells (step, phase) in a small file, and each phase has its time. What will fail
-again the same way (a bad setting, a full disk, a diverged run) stops at once and costs no node. Only evidence against a node costs
-one: the scheduler's word, all its ranks gone at once, silence, a failed check, or that it alone was at fault twice. Nodes are never
-rotated. Each cause has its budget, and two attempts in a row without a new step end the run.
+again the same way (a bad setting, a full disk, a diverged run) stops at once and costs no node. Only evidence against a node
+costs one: the scheduler's word, all its ranks gone at once, silence, a failed check, or that it alone was at fault twice. Nodes
+are never rotated. Each cause has its budget, and two attempts in a row without a new step end the run.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 
 import watch
-from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK, EXIT_OUT_OF_MEMORY,
-                    EXIT_STOPPED, EXIT_UNHEALTHY, LaunchError)
+from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,
+                    EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, LaunchError)
 
 BEGUN_VAR = "NANO1T_BEGUN"  # step from which this launch's first attempt started: a later one goes on from its checkpoints
 PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
@@ -35,8 +35,9 @@ OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was ou
                  "planned, use fewer ranks or more nodes, or lower --offload_fraction")
 LITTLE_MEMORY = 0.02  # part of the host's memory: a rank killed with less available is out of memory
 
-# seconds that a phase may take without anything new; step: 0 is STEP_FACTOR times the median of recent ones, at least STEP_FLOOR_S
-TIMEOUTS = {"init": 1800.0, "data": 6 * 3600.0, "compile": 3600.0, "step": 0.0, "eval": 3600.0, "checkpoint": 3600.0, "end": 1800.0}
+# seconds that a phase may take without anything new; a step, if 0: STEP_FACTOR x the median of recent ones, at least STEP_FLOOR_S
+TIMEOUTS = {"init": 1800.0, "data": 6 * 3600.0, "compile": 3600.0, "step": 0.0, "eval": 3600.0, "checkpoint": 3600.0,
+            "end": 1800.0}
 STEP_FACTOR, STEP_FLOOR_S = 20.0, 300.0
 
 DONE, STOPPED, CANCELLED = "done", "stopped", "cancelled"
@@ -111,12 +112,11 @@ def read_exits(folder: Path) -> dict[int, Exit]:
 
 
 def by_themselves(e: Evidence) -> list[Exit]:
-    """How ranks ended that the launcher did not end; also those that it ended on their way out, by what they had said. The time is
-    that of the failure: an exit may take long."""
+    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an exit
+    may take long, crash, or hang until the launcher ends it."""
     found = []
     for rank, exit in sorted(e.exits.items()):
-        said = exit.page and exit.page["ends"]
-        if said and (exit.code == said or rank in e.ended):
+        if said := exit.page and exit.page["ends"]:
             found.append(replace(exit, code=said, time=exit.page["ends_at"]))
         elif rank not in e.ended:
             found.append(exit)
@@ -124,8 +124,8 @@ def by_themselves(e: Evidence) -> list[Exit]:
 
 
 def first_failure(exits: list[Exit]) -> Exit | None:
-    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last what
-    is mostly the consequence, a lost connection: a plain 1, or an abort."""
+    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last
+    what is mostly the consequence, a lost connection: a plain 1, or an abort."""
     failed = [exit for exit in exits if exit.code not in (EXIT_OK, EXIT_STOPPED)]
     earliest = min((exit.time for exit in failed), default=0.0)
     mostly_consequences = (EXIT_FAILED, -signal.SIGABRT)
@@ -152,8 +152,8 @@ class Cause:
 
 
 def cause_of(e: Evidence) -> Cause:
-    """Why an attempt ended. What ranks say knowingly, by their code, goes first; then what was asked for, the scheduler's word, the
-    watchdog's; then how the first one died."""
+    """Why an attempt ended. What ranks say knowingly, by their code, goes first; then what was asked for, the scheduler's word,
+    the watchdog's; then how the first one died."""
     own = by_themselves(e)
     first = first_failure(own) or first_failure(list(e.exits.values()))
     code = shell_code(first.code) if first else EXIT_STOPPED if any(x.code == EXIT_STOPPED for x in own) else EXIT_OK
@@ -187,7 +187,8 @@ def why_stopped(e: Evidence, own: list[Exit]) -> Cause:
     asked = {exit.rank: exit.page["asked"] for exit in own if exit.page and exit.page["asked"]}
     if asked and len(asked) < len(own) and signal.SIGUSR1 not in asked.values():
         names = ", ".join(f"rank {rank} by {signal.Signals(number).name}" for rank, number in asked.items())
-        return Cause(KILLED, f"told to stop by nobody here: {names}", only({e.node_of(rank) for rank in asked}), code=EXIT_STOPPED)
+        nodes = only({e.node_of(rank) for rank in asked})
+        return Cause(KILLED, f"told to stop, but not by the launcher: {names}", nodes, code=EXIT_STOPPED)
     why = f"the ranks got {signal.Signals(max(asked.values())).name}" if asked else "the end of the job is near"
     return Cause(STOPPED, why, code=EXIT_STOPPED)
 
@@ -292,7 +293,8 @@ def judge(e: Evidence, history: History, limits: Limits, spares: int, now: float
     if len(history.charged) >= limits.retries:
         return verdict(False, f"all {limits.retries} restarts (--retries) are used")
     if recent[cause.name] >= limits.budgets[cause.name]:
-        return verdict(False, f"its {limits.budgets[cause.name]} restarts in {limits.hours:g} hours (--budget {cause.name}=n) are used")
+        allowed = limits.budgets[cause.name]
+        return verdict(False, f"its {allowed} restarts in {limits.hours:g} hours (--budget {cause.name}=n) are used")
     if len(exclude) > spares:
         return verdict(False, f"{', '.join(exclude)} cannot be used and there are {spares} spare nodes (--spares)")
     if fruitless >= 2 and not (cause.firm and exclude):
@@ -494,8 +496,8 @@ class Account:
 
 
 def supervise(starter, command: list[str], options: Options, inbox) -> int:
-    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code. inbox: the
-    launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started at all."""
+    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code. inbox:
+    the launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started at all."""
     history, requests, account, verdict = History(), Requests(), Account(), None
     run, environment, best = None, {}, None
     while True:
@@ -579,8 +581,9 @@ def record(run: Path | None, attempt: Attempt, e: Evidence, verdict: Verdict, hi
             "codes": dict(Counter(str(exit.code) for exit in e.exits.values())), "first": first and asdict(first),
             "step_before": e.step_before, "step_after": e.step_after, "cause": verdict.cause.name, "why": verdict.cause.why,
             "restart": verdict.restart, "decision": verdict.why, "code": verdict.code,
-            "charged": Counter(name for _, name in history.charged), "strikes": verdict.strikes, "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked,
-            "down": e.down, "suspects": e.suspects, "hang": e.hang and asdict(e.hang), "left_s": e.left_s, "wait_s": verdict.wait_s}
+            "charged": Counter(name for _, name in history.charged), "strikes": verdict.strikes,
+            "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked, "down": e.down,
+            "suspects": e.suspects, "hang": e.hang and asdict(e.hang), "left_s": e.left_s, "wait_s": verdict.wait_s}
     try:
         with open(run / "attempts.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")

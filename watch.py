@@ -2,14 +2,14 @@
 
 Each rank keeps one page of memory, the file <folder>/rank-00003 (folder: NANO1T_WATCH, on a file system in memory): a heartbeat
 that a thread writes, step and phase, the last collectives that were launched, the one that is waited for, and how far they are
-complete. An entry costs a few stores. They are read when the rank has stopped, was killed, or is inside a call that does not return.
+complete. An entry costs a few stores. The page can be read when the rank is stopped, dead, or in a call that does not return.
 
 On a hang, on each node:
 
     python watch.py report FOLDER     JSON: of each of the node's ranks the page, the state of its process and its Python stacks
 
-and `blame` puts the nodes' reports together. Counters alone cannot tell a stopped rank from one that waits for it, and the state of
-a process cannot tell which collective it has not reached; together they name both.
+and `blame` puts the nodes' reports together. Counters alone cannot tell a stopped rank from one that waits for it, and the state
+of a process cannot tell which collective it has not reached; together they name both.
 """
 
 import argparse
@@ -305,7 +305,7 @@ BUSY = 0.5  # part of the time
 
 
 def main_stack(rank: Rank) -> list[str]:
-    """Frames of the main thread, innermost first. faulthandler writes the thread that got the signal, the main one, as current."""
+    """Frames of the main thread, innermost first. faulthandler calls the thread that got the signal, the main one, current."""
     lines, found = rank.stacks.splitlines(), []
     start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), None)
     for line in lines[start + 1 :] if start is not None else []:
@@ -316,8 +316,8 @@ def main_stack(rank: Rank) -> list[str]:
 
 
 def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[str] = ()) -> Hang:
-    """ranks: as examined; nodes_of: rank -> node; silent: nodes that gave no report in time. The first of these that holds for some
-    ranks, but not for all: the rest waits for them."""
+    """ranks: as examined; nodes_of: rank -> node; silent: nodes that gave no report in time. The first of these kinds that holds
+    for any ranks: the rest waits for them."""
     known = {rank.rank: rank for rank in ranks}
     missing = [r for r in range(world) if r not in known]
     waits = [r for r in ranks if r.waiting]
@@ -346,8 +346,8 @@ def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[
 
 
 def unreached(guilty: list[int], ranks: list[Rank]) -> tuple[list | None, bool]:
-    """([number, name], False) of the first collective that others have launched and a guilty rank has not; else (the first one that
-    others wait for, True), which it has launched but not finished."""
+    """([number, name], False) of the first collective that others have launched and a guilty rank has not; else (the first one
+    that others wait for, True), which it has launched but not finished."""
     others = [r for r in ranks if r.rank not in guilty]
     names = {int(number): name for r in others or ranks for number, name in r.recent.items()}
     own = [(r.launched or [0])[0] for r in ranks if r.rank in guilty]
