@@ -282,8 +282,12 @@ def span(arrays: Iterable[np.ndarray], log: bool, zero: bool) -> tuple[float, fl
 def axes(xs: Scale, ys: Scale, x_unit: str, y_unit: str) -> str:
     """Grid, ticks and the two axes' names with their units."""
     out, right, floor = [], WIDTH - RIGHT, HEIGHT - BOTTOM
+    above = math.inf
     for value in ticks(ys.low, ys.high, ys.log):
         y = float(ys(value))
+        if above - y < 19:  # on a log axis round values crowd
+            continue
+        above = y
         out.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{right}"/><text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" '
                    f'text-anchor="end">{short(value)}</text>')
     for value in ticks(xs.low, xs.high, False, 5):
