@@ -82,7 +82,8 @@ def gpu_trace() -> dict:
     """A step of 100 us: kernels at 0-40 and 60-80; a column gather at 30-70 on 16 SMs, a transfer that another thread launched at
     80-85; copies in at 35-90 and out at 90-95."""
     return {"deviceProperties": [{"numSms": 132}], "traceEvents": [
-        event("user_annotation", "step 7", 1000, 100), event("user_annotation", "start: expert gather", 1001, 2),
+        event("user_annotation", "step 7", 1000, 100), event("user_annotation", "start: control gather", 1000, 0.5),
+        event("user_annotation", "start: expert gather", 1001, 2),
         event("user_annotation", "start: dispatch gradient", 1050, 5, tid=2),
         event("user_annotation", "wait: expert gather", 1010, 1),
         event("cuda_runtime", "cudaLaunchKernelExC", 1002, 0.5, correlation=5),
@@ -106,6 +107,21 @@ def test_a_trace_of_a_gpu():
     assert held["sms_held_while_sent"] == {"expert gather": pytest.approx(16), "dispatch gradient": pytest.approx(32)}
     words = "\n".join(timeline.in_words([step, step], "cuda"))
     assert "idle" in words and "8.0 of 132 SMs" in words and "copies to the host" in words
+
+
+def test_a_trace_of_a_cpu():
+    """What a wait, a copy or a launch covers is not compute, whatever runs inside; nor is what other threads do."""
+    events = [event("user_annotation", "step 3", 0, 100), event("cpu_op", "aten::mm", 10, 20), event("cpu_op", "aten::mul", 15, 5),
+              event("user_annotation", "wait: dispatch", 40, 10), event("cpu_op", "aten::copy_", 45, 10),
+              event("user_annotation", "start: dispatch", 60, 10), event("cpu_op", "aten::empty", 61, 2),
+              event("user_annotation", "wait for copy: state in", 75, 5), event("cpu_op", "aten::add", 90, 20),
+              event("cpu_op", "aten::mm", 30, 50, tid=2), event("user_annotation", "wait: combine", 30, 5, tid=2),
+              event("cpu_op", "Experts", 0, 100), event("cpu_op", "autograd::engine::evaluate_function: x", 0, 100)]
+    (step,) = timeline.reduce({"traceEvents": events}, "cpu")
+    us = {part: round(step[part] * 1e6, 3) for part in PARTS}
+    assert us == {"compute_s": 35, "exposed_comm_s": 10, "launching_s": 10, "copies_s": 5, "idle_s": 40}
+    assert step["exposed_s"].keys() == {"dispatch"} and step["copies_by_s"].keys() == {"state in"}
+    assert timeline.reduce({"traceEvents": []}, "cpu") == [] and timeline.in_words([], "cpu") == ["no step was recorded"]
 
 
 class Stream:
