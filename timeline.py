@@ -305,7 +305,8 @@ def in_words(steps: list[dict], device: str) -> list[str]:
         return ["no step was recorded"]
     d = mean_of(steps)
     whole = d["step_s"]
-    rows = [("compute", d["compute_s"]), *((f"exposed {what}", s) for what, s in d["exposed_s"].items() if s >= 0.001 * whole)]
+    exposed = sorted(d["exposed_s"].items(), key=lambda kv: -kv[1])
+    rows = [("compute", d["compute_s"]), *((f"exposed {what}", s) for what, s in exposed if s >= 0.001 * whole)]
     few = sum(s for s in d["exposed_s"].values() if s < 0.001 * whole)
     rows += [("exposed, others", few)] * bool(few) + [("launching transfers", d["launching_s"])] * (device == "cpu")
     rows += [(f"copies {what}", s) for what, s in d["copies_by_s"].items() if s >= 0.001 * whole]
