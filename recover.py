@@ -112,8 +112,8 @@ def read_exits(folder: Path) -> dict[int, Exit]:
 
 
 def by_themselves(e: Evidence) -> list[Exit]:
-    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an exit
-    may take long, crash, or hang until the launcher ends it."""
+    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an
+    exit may take long, crash, or hang until the launcher ends it."""
     found = []
     for rank, exit in sorted(e.exits.items()):
         if said := exit.page and exit.page["ends"]:
@@ -339,7 +339,7 @@ class Watchdog:
                 f"(--timeout {phase}=s)")
 
     def allowed(self, phase: str, step_s: float) -> float:
-        known = self.timeouts.get(phase, self.timeouts["init"])
+        known = self.timeouts.get(phase, self.timeouts["end"])
         return known or max(STEP_FLOOR_S, STEP_FACTOR * step_s)
 
 
@@ -390,7 +390,7 @@ class Attempt:
         self.began, self.progress = time.time(), {}
         self.failed: float | None = None  # monotonic seconds of the first failure that was seen
         self.own: set[int] = set()  # ranks that ended before the launcher ended the rest
-        self.ending = self.told = False
+        self.ending = self.killed = False
         self.hang, self.ranks, self.silent = None, [], ()
 
     def run(self, command: list[str], environment: dict[str, str], inbox, requests: Requests):
@@ -400,7 +400,7 @@ class Attempt:
         self.handle = self.starter.start(self.nodes, command, environment, self.folder)
         dog = Watchdog(self.options.timeouts, time.monotonic())
         try:
-            while not self.handle.poll(0):
+            while not (self.handle.poll(0) or self.killed):
                 self.end_peers()
                 for number in inbox.wait(self.due()):
                     requests.take(number, self.handle, self.world() - len(self.handle.codes()))
@@ -435,7 +435,12 @@ class Attempt:
             self.ending, self.own = True, set(codes)
             self.handle.send(signal.SIGTERM)
         if now >= self.failed + PEER_GRACE_S + TERM_GRACE_S:
-            self.handle.kill()
+            self.kill()
+
+    def kill(self):
+        """Ends the attempt; a process that the kernel holds, or that cannot be reached, is left to it."""
+        self.killed = True
+        self.handle.kill()
 
     def hung(self, why: str):
         """Gathers what the nodes know, says who is to blame, and ends the attempt."""
@@ -450,8 +455,9 @@ class Attempt:
             self.silent += () if code == 0 else (node,)
         nodes_of = {rank: self.nodes[rank // self.starter.ranks_per_node] for rank in range(self.world())}
         self.hang = watch.blame(self.ranks, self.world(), nodes_of, self.silent)
-        say(f"hang: {why}\n{self.hang.text}\n{watch.table(self.ranks)}")
-        self.handle.kill()
+        shown = sorted(self.ranks, key=lambda rank: (rank.rank not in self.hang.ranks, rank.rank))[:32]
+        say(f"hang: {why}\n{self.hang.text}\n{watch.table(shown)}")
+        self.kill()
 
     def evidence(self, step_before: int, asked: tuple[str, ...]) -> Evidence:
         options, exits = self.options, read_exits(self.folder)

@@ -84,8 +84,8 @@ CASES = {
     "before the first line, on a node": (ended(None, None, 1, 1, page=None, **STUCK), START, True, 1, ("n1",)),
     "peers that the launcher has ended": (ended(-15, -15, -11, -15, ended=(0, 1, 3)), KILLED, True, 139, ()),
     "bad in a check": (ended(1, 1, -9, 1, suspects={"n0": "wrong product"}), KILLED, True, 137, ("n0",)),
-    "an error whose exit aborts": (page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71,
-                                   ()),
+    "an error whose exit aborts": (
+        page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71, ()),
     "no space, a long exit": (page(ended(-9, -9, 1, 1, ended=(0, 1)), 0, ends=73, ends_at=99.0), NO_SPACE, False, 73, ()),
     "an error whose exit hangs": (page(HUNG, 1, ends=1, ends_at=99.0), ERROR, True, 1, ()),
     "an abort before the exit that caused it": (page(ended(1, -6, 71, 1), 2, ends=71, ends_at=99.0), MEMORY, True,
@@ -221,6 +221,27 @@ def test_blame(name):
     if name != "gone: no page":
         assert found.collective == (number and [number, f"purpose {number} over world"]) and found.reached == reached
     assert watch.table(ranks).count("\n") >= len(ranks)
+
+
+def test_where_waits_only_queue_a_rank_waits_for_the_oldest_that_is_not_complete(tmp_path):
+    page, events = watch.Page(), [type("Event", (), {"query": lambda self: self.ended, "ended": False})() for _ in range(3)]
+    page.thread = True  # a poller that this test is
+    for event in events:
+        entry = page.launches("column", "expert gather")
+        page.launched(entry, event)
+        page.waits(entry)
+        page.waited()
+        page.passes(entry, event)
+    events[0].ended = events[2].ended = True
+    page.poll()
+    page.words[watch.AT["magic"]] = watch.MAGIC
+    (tmp_path / "rank-00000").write_bytes(bytes(page.memory))
+    seen = watch.read(tmp_path / "rank-00000")
+    assert (seen.launched[0], seen.waiting, seen.complete[0]) == (3, [2, "expert gather over column"], 1)
+    events[1].ended = True
+    page.poll()
+    (tmp_path / "rank-00000").write_bytes(bytes(page.memory))
+    assert watch.read(tmp_path / "rank-00000").waiting is None
 
 
 def test_a_node_that_does_not_answer_is_named():
