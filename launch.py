@@ -359,8 +359,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--retries", "--restarts", type=whole, help="restarts in all; 0: none (default: "
                         f"{recover.Limits.retries} for {', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
     parser.add_argument("--timeout", type=seconds, help="seconds without progress that make a hang: of a step, or by phase as in "
-                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)}; default of a step: {recover.STEP_FACTOR:g} times the "
-                        f"median of recent ones, at least {recover.STEP_FLOOR_S:g})")
+                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)}; default of a step: {recover.STEP_FACTOR:g} "
+                        f"times the median of recent ones, at least {recover.STEP_FLOOR_S:g})")
     parser.add_argument("--budget", type=number, default={}, help="restarts per cause and day, as in hang=3,killed=5 "
                         f"(causes: {', '.join(recover.BUDGETS)})")
     parser.add_argument("--backoff", type=duration, default=recover.Limits.backoff_s, help="seconds before a restart (default "

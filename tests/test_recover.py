@@ -429,7 +429,8 @@ def test_a_hang_that_is_given_up_ends_with_its_own_code(tmp_path):
 def test_budgets_can_be_set(tmp_path):
     code, lines, errors = go(tmp_path, {1: ("1", 5, KILL)}, "--budget", "killed=0", ranks=1)
     assert code == 137 and len(lines) == 1 and "--budget killed=n" in errors
-    for option, value in (("--budget", "killed"), ("--budget", "luck=3"), ("--timeout", "step=-1"), ("--retries", "-1"), ("--backoff", "nan")):
+    for line in ("--budget killed", "--budget luck=3", "--timeout step=-1", "--retries -1", "--backoff nan"):
+        option, value = line.split()
         done = subprocess.run(mini(tmp_path, {}, option, value), capture_output=True, env=environment(), cwd=tmp_path)
         assert done.returncode == 2 and option.encode() in done.stderr
 
