@@ -218,7 +218,7 @@ class Wire:
             self.unsettled.append((purpose, before, after))
         else:
             self.add(purpose, time.perf_counter() - start)
-        if entry and device.type != "cpu":
+        if entry and PAGE.thread and device.type != "cpu":
             PAGE.passes(entry, after or torch.accelerator.current_stream(device).record_event())
 
     def add(self, purpose: str, seconds: float):

@@ -360,10 +360,10 @@ def test_an_arena_for_a_gpu_is_pinned_after_the_cpu_has_touched_it(monkeypatch):
 def test_ranks_get_the_allocators_settings_unless_they_are_set(monkeypatch):
     for name in MEMORY_VARS:
         monkeypatch.delenv(name, raising=False)
-    (one,) = rank_environments(1, 1, 1, None)
+    (one,) = rank_environments(["node0"], 1, 1, None, "")
     assert "expandable_segments:True" in one["PYTORCH_CUDA_ALLOC_CONF"] and one["MIMALLOC_ALLOW_THP"] == "0"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert rank_environments(1, 1, 1, None)[0]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
+    assert rank_environments(["node0"], 1, 1, None, "")[0]["PYTORCH_CUDA_ALLOC_CONF"] == "max_split_size_mb:64"
 
 
 def test_only_named_groups_are_capped(monkeypatch):

@@ -84,8 +84,8 @@ CASES = {
     "before the first line, on a node": (ended(None, None, 1, 1, page=None, **STUCK), START, True, 1, ("n1",)),
     "peers that the launcher has ended": (ended(-15, -15, -11, -15, ended=(0, 1, 3)), KILLED, True, 139, ()),
     "bad in a check": (ended(1, 1, -9, 1, suspects={"n0": "wrong product"}), KILLED, True, 137, ("n0",)),
-    "an error whose exit aborts": (page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71,
-                                   ()),
+    "an error whose exit aborts": (
+        page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71, ()),
     "no space, a long exit": (page(ended(-9, -9, 1, 1, ended=(0, 1)), 0, ends=73, ends_at=99.0), NO_SPACE, False, 73, ()),
     "an error whose exit hangs": (page(HUNG, 1, ends=1, ends_at=99.0), ERROR, True, 1, ()),
     "an abort before the exit that caused it": (page(ended(1, -6, 71, 1), 2, ends=71, ends_at=99.0), MEMORY, True,
@@ -118,17 +118,19 @@ def test_the_kernels_word_on_memory_counts_for_the_signals_that_it_sends():
 
 def test_a_node_goes_after_two_faults_of_its_own_and_a_new_spare_stays():
     history, excluded = History(), []
-    for e in (ended(1, 1, -9, 1), ended(-9, 1, 1, 1), ended(1, 1, 1, -9)):  # n1, n0, n1
-        verdict = judge(e, history, Limits(), 2, 0.0)
+    faults = [(1, 1, -9, 1), (-9, 1, 1, 1), (1, 1, -9, 1), (1, 1, 1, -9)]  # n1, n0, n1 again in the same step, n1
+    for number, codes in enumerate(faults):
+        verdict = judge(ended(*codes, step_here=number // 3), history, Limits(), 2, 0.0)
         recover.note(verdict, history)
         excluded.append(list(verdict.exclude))
-    assert excluded == [[], [], ["n1"]] and " | " in history.excluded["n1"]["why"] and history.excluded["n1"]["time"] > 0
+    assert excluded == [[], [], [], ["n1"]] and " | " in history.excluded["n1"]["why"] and history.excluded["n1"]["time"] > 0
     e = replace(ended(1, 1, -9, 1), nodes=("n0", "n2"))  # the spare's first fault
     assert judge(e, history, Limits(), 1, 0.0).exclude == {}
-    assert list(judge(ended(-9, 1, 1, 1), history, Limits(), 1, 0.0).exclude) == ["n0"]
-    assert judge(ended(-9, 1, 1, 1), history, Limits(), 0, 0.0).exclude == {}, "without a spare the node is kept"
+    assert judge(ended(-9, 1, 1, 1), history, Limits(), 1, 0.0).exclude == {}, "the same as before"
+    assert list(judge(ended(-11, 1, 1, 1), history, Limits(), 1, 0.0).exclude) == ["n0"]
+    assert judge(ended(-11, 1, 1, 1), history, Limits(), 0, 0.0).exclude == {}, "without a spare the node is kept"
     down = judge(ended(1, 1, -9, 1, down={"n1": "drained"}), History(), Limits(), 0, 0.0)
-    assert not down.restart and "no" not in down.exclude and "0 spare nodes" in down.why
+    assert not down.restart and "0 spare nodes" in down.why
 
 
 def test_each_cause_has_its_budget_and_two_attempts_without_a_step_end_the_run():
@@ -147,6 +149,8 @@ def test_each_cause_has_its_budget_and_two_attempts_without_a_step_end_the_run()
     assert judge(ended(1, -11, 1, 1), History(fruitless=1), Limits(), 0, now).fruitless == 0
     firm = judge(ended(1, -9, 1, 1, down={"n0": "drained"}, **STUCK), History(fruitless=1), Limits(), 1, now)
     assert firm.restart and firm.wait_s > first.wait_s > 0
+    checked = judge(ended(1, -9, 1, 1, suspects={"n0": "wrong product"}, **STUCK), History(fruitless=1), Limits(), 1, now)
+    assert checked.restart and list(checked.exclude) == ["n0"]
 
 
 # ---- the watchdog
@@ -221,6 +225,27 @@ def test_blame(name):
     if name != "gone: no page":
         assert found.collective == (number and [number, f"purpose {number} over world"]) and found.reached == reached
     assert watch.table(ranks).count("\n") >= len(ranks)
+
+
+def test_where_waits_only_queue_a_rank_waits_for_the_oldest_that_is_not_complete(tmp_path):
+    page, events = watch.Page(), [type("Event", (), {"query": lambda self: self.ended, "ended": False})() for _ in range(3)]
+    page.thread = True  # a poller that this test is
+    for event in events:
+        entry = page.launches("column", "expert gather")
+        page.launched(entry, event)
+        page.waits(entry)
+        page.waited()
+        page.passes(entry, event)
+    events[0].ended = events[2].ended = True
+    page.poll()
+    page.words[watch.AT["magic"]] = watch.MAGIC
+    (tmp_path / "rank-00000").write_bytes(bytes(page.memory))
+    seen = watch.read(tmp_path / "rank-00000")
+    assert (seen.launched[0], seen.waiting, seen.complete[0]) == (3, [2, "expert gather over column"], 1)
+    events[1].ended = True
+    page.poll()
+    (tmp_path / "rank-00000").write_bytes(bytes(page.memory))
+    assert watch.read(tmp_path / "rank-00000").waiting is None
 
 
 def test_a_node_that_does_not_answer_is_named():
@@ -382,7 +407,7 @@ def test_a_killed_node_is_replaced_and_never_returns(tmp_path):
     assert "all ranks of node1, and only they, were killed by signal 9" in lines[0]["excluded"]["node1"]["why"]
 
 
-@pytest.mark.parametrize("number", [2, 65, 70, 71, 73, 74])
+@pytest.mark.parametrize("number", [2, 71, 73])
 def test_what_will_fail_again_stops_at_once_and_costs_no_spare(tmp_path, number):
     step = 1 if number == 71 else 5
     code, lines, errors = go(tmp_path, {1: ("1", step, f"sys.exit({number})")}, "--spares", "1", ranks=1)
@@ -404,7 +429,8 @@ def test_a_hang_that_is_given_up_ends_with_its_own_code(tmp_path):
 def test_budgets_can_be_set(tmp_path):
     code, lines, errors = go(tmp_path, {1: ("1", 5, KILL)}, "--budget", "killed=0", ranks=1)
     assert code == 137 and len(lines) == 1 and "--budget killed=n" in errors
-    for option, value in (("--budget", "killed"), ("--budget", "luck=3"), ("--timeout", "step=-1"), ("--retries", "-1")):
+    for line in ("--budget killed", "--budget luck=3", "--timeout step=-1", "--retries -1", "--backoff nan"):
+        option, value = line.split()
         done = subprocess.run(mini(tmp_path, {}, option, value), capture_output=True, env=environment(), cwd=tmp_path)
         assert done.returncode == 2 and option.encode() in done.stderr
 
@@ -449,5 +475,5 @@ def test_the_port_is_kept_for_rank_0_and_given_to_nobody_else():
 
 
 def test_the_tiny_model_goes_through_faults_and_ends_with_the_same_bits(capfd):
-    """One of three nodes set down, a damaged checkpoint, a rank stopped in a collective; `make soak` has all kinds."""
-    assert soak(["--kinds", "node down,damaged checkpoint,stopped", "--faults", "3", "--seed", "1"]) == 0, capfd.readouterr().out
+    """A node set down and replaced by a spare, a rank stopped in a collective; soak.py --kinds failures has all kinds."""
+    assert soak(["--kinds", "node down,stopped", "--faults", "2", "--seed", "1"]) == 0, capfd.readouterr().out
