@@ -51,7 +51,7 @@ train: $(STAMP)
 	  train.py --size=$(SIZE) $(ARGS)
 
 test: $(STAMP)
-	exec $(PY) -m pytest $(ARGS)
+	exec $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMP)
 	exec $(PY) tests/soak.py $(ARGS)

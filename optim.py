@@ -41,7 +41,8 @@ QUINTIC = (3.4445, -4.7750, 2.0315)  # fast for small singular values; all end b
 NEWTON_SCHULZ = {  # --newton_schulz
     "polar5": POLAR_EXPRESS,
     "quintic5": (QUINTIC,) * 5,
-    "ten": (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,  # the last two have 1 as their fixed point, with slope 0: they end there
+    # DeepSeek-V4 technical report (2026), section 2.4: the last two have 1 as their fixed point, with slope 0, and so end there
+    "ten": (QUINTIC,) * 8 + ((2.0, -1.5, 0.5),) * 2,
 }
 MOMENTUM = 0.95
 BETAS, EPS = (0.9, 0.95), 1e-8

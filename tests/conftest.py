@@ -8,6 +8,19 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: spinning threads take the cores of the spawned ranks
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+LONGEST = ("test_layouts", "test_train", "test_wire", "test_health", "test_checkpoint")
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first, so that parallel workers end at about the same time."""
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+def pytest_xdist_auto_num_workers(config):
+    """make test: a test may start eight ranks, so no more workers than four."""
+    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):

@@ -23,11 +23,13 @@ SETTINGS = ["--size=debug", "--seq_len=128", "--router=sigmoid", "--warmup=5", "
 
 
 def processor() -> str:
-    """Its model, as the system names it; results depend on its vector units."""
+    """Its model, as the system names it, with family and number where those say more: results depend on its vector units."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    return " ".join([facts["model name"], *(f"{name} {facts[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in facts)])
 
 
 def measure(steps: int = 50, script: tuple[str, ...] = ("train.py",)) -> tuple[str, dict]:

@@ -97,9 +97,9 @@ def lines(here, name) -> list[dict]:
 
 
 def test_faults_of_one_rank_are_skipped_by_all_and_training_goes_on(here):
-    done = train(here, "undisturbed", {}, "--steps=120", "--ckpt_every=0")
+    done = train(here, "undisturbed", {}, "--steps=160", "--ckpt_every=0")
     assert "skipped" not in done.stdout
-    done = train(here, "disturbed", {"nan": [25], "inf": [43], "spike": [60], "loss": [77]}, "--steps=120", "--ckpt_every=0")
+    done = train(here, "disturbed", {"nan": [25], "inf": [43], "spike": [60], "loss": [77]}, "--steps=160", "--ckpt_every=0")
     found, want = lines(here, "disturbed"), lines(here, "undisturbed")
     why = {line["step"]: line["skipped_why"] for line in found if "skipped_why" in line}
     assert list(why) == [25, 43, 60, 77] and found[-1]["skipped"] == 4

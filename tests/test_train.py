@@ -310,7 +310,7 @@ def test_stages(here):
     models = {path.read_bytes() for path in (here / "data").glob("rows-*/tokenizer.model")}
     assert len(models) == 1, "the later stages have the tokenizer of the first"
     assert "2,304 tokens seen" in outputs[10]
-    watched = json.loads((here / "out" / "declared" / "ckpt" / "step-00000013" / "manifest.json").read_text())["health"]
+    watched = json.loads((here / "out" / "appended" / "ckpt" / "step-00000013" / "manifest.json").read_text())["health"]
     assert len(watched["skips"]["accepted"]) == 1, "a step is compared with those of its own stage"
     assert len(watched["rows"]) == 13 and watched["skips"]["total"] == 0
 
