@@ -10,7 +10,7 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export clean
+.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export report gpu-check clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
@@ -19,14 +19,17 @@ help:
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
 	@echo 'make sample   [ARGS="--run=name ..."]   text from the newest checkpoint'
 	@echo 'make export   [ARGS="--run=name ..."]   the newest checkpoint as a Hugging Face directory'
+	@echo 'make report   [ARGS="--run a --run b"]  a page of a run, or of several: out/a/report.html'
 	@echo 'make extras                             install optional packages: lm-eval, transformers, pyarrow, ... (requirements-extra.txt)'
 	@echo 'make test     [ARGS="-k name ..."]      run the tests'
 	@echo 'make check    [ARGS="--size=1t ..."]    what must hold in every layout, before a run (a minute)'
 	@echo 'make smoke    [ARGS=--record]           50 steps, bit for bit as recorded in tests/smoke.json'
 	@echo 'make lr-find  [ARGS="--optimizer=..."]  a learning rate to start from: table, plot, suggestion'
 	@echo 'make study                              optimizers and routing compared, with error bars (20 minutes)'
-	@echo 'make soak     [ARGS="--faults 20 ..."]    a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints'
+	@echo 'make soak     [ARGS="--kinds failures"]   a tiny run through 100 faults: killed ranks, full disk, damaged checkpoints;'
+	@echo '                                        or kinds of failure that the launcher must tell apart, or hangs (--kinds hangs)'
 	@echo 'make bench    [ARGS="--layout 2x2 ..."]  speed, memory and bytes beside FSDP2 and a plain loop (20 minutes)'
+	@echo 'make gpu-check [RANKS=n] [ARGS=...]      is every path right on the GPUs here, and how fast; out/gpu-check.json for make plan'
 	@echo 'make venv                               install the requirements into $(VENV) (the others do it when needed)'
 	@echo 'make clean                              remove $(VENV) and caches; runs (out/) and data (data/) stay'
 
@@ -83,6 +86,12 @@ sample: $(STAMP)
 
 export: $(STAMP)
 	exec $(PY) export.py export $(ARGS)
+
+report: $(STAMP)
+	exec $(PY) report.py $(ARGS)
+
+gpu-check: $(STAMP)
+	exec $(PY) launch.py $(if $(RANKS),--ranks-per-node $(RANKS)) -- gpu_check.py $(ARGS)
 
 extras: $(STAMP)
 	exec $(PY) -m pip install --quiet --disable-pip-version-check -r requirements-extra.txt

@@ -16,6 +16,7 @@ The pair table is Jelinek-Mercer interpolation, p(t | c) = a n(c,t) / n(c) + b n
 that depend on n(c) (Jelinek and Mercer 1980). They are set by EM on rows that the counts leave out.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -516,7 +517,17 @@ def sample(argv: list[str]) -> int:
             more = tok.decode(prompt + ids)[len(tok.decode(prompt)):]
             print(f"\n--- sample {i + 1} of {s.samples}: {len(ids)} tokens, {ended}")
             print(f"[[{printable(text)}]]{printable(more)}", flush=True)
+            keep_sample(run, s, text, more)
     return launch.EXIT_OK
+
+
+def keep_sample(run: Run, s: SampleSettings, prompt: str, text: str):
+    """Appends it to the run's samples.jsonl, for report.py. A run that others own is only read."""
+    path = run.path.resolve().parent.parent / "samples.jsonl"
+    line = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": run.manifest["step"], "temperature": s.temperature,
+            "top_p": s.top_p, "seed": s.seed, "prompt": prompt, "text": text}
+    with contextlib.suppress(PermissionError), open(path, "a") as f:
+        f.write(json.dumps(line) + "\n")
 
 
 def printable(text: str) -> str:

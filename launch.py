@@ -2,6 +2,7 @@
 
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
+    python launch.py --nodes 2 --spares 1 --timeout 60 -- train.py             one more to put in; a step of 60 s is a hang
     torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 
@@ -23,34 +24,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import recover
+import watch
+from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,  # noqa: F401
+                    EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError)
+from recover import say
 
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
     import torch
 
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
-EXIT_UNHEALTHY = 70  # a check found what must not be: the last line of the log names it (EX_SOFTWARE)
-EXIT_NOT_SAVED = 74  # the last checkpoint could not be written, older ones are untouched (EX_IOERR)
-EXIT_DIVERGED = 65  # too many steps in a row were not finite or far off: see out/<run>/diverged.txt (EX_DATAERR)
-EXIT_STOPPED = 75  # stopped on request after a checkpoint: run again to continue (EX_TEMPFAIL of sysexits.h)
-
+RESUMABLE = ("train.py",)  # programs that tell their progress, and go on from a checkpoint when they are started again
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid
-PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
-TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
-ECHO_S = 0.5  # the same signal within this time is one request: timeout(1) and make signal both us and our group
-MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)  # how a process ends when the host has no more memory
-OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was out of memory: see out/hosts.jsonl for what was "
-                 "planned, use fewer ranks or more nodes, or lower --offload_fraction")
+KILL_PATIENCE_S = 30.0  # for the end of a killed process: one that the kernel holds may take longer, and is left to it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # Variables between launcher and ranks, beyond those of torchrun
@@ -58,6 +59,9 @@ DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machi
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
 STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
 JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
+# How memory is taken. On GPUs: segments that grow leave no holes that other sizes cannot use; pinned memory comes in the size
+# that was asked for. On the host: huge pages would be taken whole for a few bytes
+MEMORY_VARS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
 RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 
 
@@ -84,8 +88,6 @@ def place() -> Place:
     Raises ConfigError when they are incomplete, contradict each other or name a missing accelerator.
     """
     import torch
-
-    from model import ConfigError
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
@@ -168,8 +170,6 @@ def setup(where: Place, timeout_s: float = 1800) -> None:
     import torch
     import torch.distributed as dist
 
-    from model import ConfigError
-
     # OMP_NUM_THREADS may be a list, one number per nesting level
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if threads and (not threads.isdecimal() or int(threads) < 1):
@@ -207,7 +207,8 @@ RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 def without_ranks() -> dict[str, str]:
     """This environment for a process that is no rank: it has nobody to meet."""
-    return {name: value for name, value in os.environ.items() if name not in (*RANK_VARS, DEVICE_VAR, MESSAGES_VAR)}
+    dropped = (*RANK_VARS, DEVICE_VAR, MESSAGES_VAR, watch.FOLDER_VAR, watch.NODE_VAR, watch.ATTEMPT_VAR, recover.BEGUN_VAR)
+    return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 def background(argv: list[str], output: str) -> subprocess.Popen:
@@ -224,27 +225,46 @@ def background(argv: list[str], output: str) -> subprocess.Popen:
 def run(main) -> int:
     """Exit code of main(argv), where None counts as 0. A ConfigError becomes one line on stderr and EXIT_CONFIG.
 
-    Any other exception propagates: then a peer may be waiting inside a collective, where leaving the process
-    group in good order could hang.
+    After any other exception a peer may be waiting inside a collective, where leaving the process group in good order could hang:
+    one that the launcher should know, as memory or space were wanting, gets its own code; the others propagate.
     """
-    from model import ConfigError
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before StopRequest exists: end at once, without a traceback
+    watch.PAGE.open()
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
-        code = EXIT_CONFIG
+        watch.PAGE.ends(code := EXIT_CONFIG)
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         elif MESSAGES_VAR in os.environ:  # mostly the same as rank 0's; the launcher shows it when rank 0 had none
             line = f"rank {os.environ['RANK']}: error: {error}".replace("\n", " ") + "\n"
             os.write(int(os.environ[MESSAGES_VAR]), line.encode(errors="surrogateescape"))
+    except Exception as error:
+        watch.PAGE.ends(code := code_of(error))
+        if code == EXIT_FAILED:
+            raise
+        traceback.print_exc()
+        return code
+    if code not in (None, EXIT_OK, EXIT_STOPPED):
+        watch.PAGE.ends(code)
 
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     return EXIT_OK if code is None else code
+
+
+def code_of(error: BaseException) -> int:
+    """Exit code for an exception: memory and space have their own. torch's allocator for the CPU raises a plain RuntimeError."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)):
+        return EXIT_OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EXIT_NO_SPACE
+    return EXIT_OUT_OF_MEMORY if isinstance(error, OSError) and error.errno == errno.ENOMEM else EXIT_FAILED
 
 
 def end_of_job(walltime_min: float = 0.0) -> float | None:
@@ -276,6 +296,7 @@ class StopRequest:
 
     def _note(self, number: int, _frame: object) -> None:
         self.requested = self.requested or signal.Signals(number).name
+        watch.PAGE.asked(number)
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts > 1:
             raise KeyboardInterrupt
@@ -286,10 +307,6 @@ class StopRequest:
 # ----------------------------------------------------------------------------------------------
 
 
-class LaunchError(Exception):
-    """A setting of the launcher that cannot work; the message names it, its value and the fix."""
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options of the launcher and the command after `--`, which is passed on untouched."""
 
@@ -297,6 +314,37 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if not text.isdecimal() or int(text) < 1:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
         return int(text)
+
+    def duration(text: str) -> float:
+        try:
+            if 0 <= float(text) < float("inf"):
+                return float(text)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+
+    def whole(text: str) -> int:
+        if not text.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+        return int(text)
+
+    def pairs(names: list[str], kind: type, alone: str | None = None):
+        """Parser of "name=number,name=number"; a number alone means the name `alone`."""
+        def parse(text: str) -> dict:
+            found = {}
+            for item in text.split(","):
+                name, _, value = item.rpartition("=")
+                name = name or alone
+                try:
+                    found[name] = kind(value)
+                except ValueError:
+                    found[name] = -1
+                if name not in names or not 0 <= found[name] < float("inf"):
+                    raise argparse.ArgumentTypeError(f"{item!r} must be NAME=NUMBER with one of {', '.join(names)}")
+            return found
+        return parse
+
+    number, seconds = pairs(list(recover.BUDGETS), int), pairs(list(recover.TIMEOUTS), float, "step")
 
     parser = argparse.ArgumentParser(
         prog="launch.py",
@@ -310,6 +358,16 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--port", type=positive, help="TCP port where the ranks meet (default: a free one)")
     parser.add_argument("--threads", type=positive, help="CPU threads per rank (default: cores / ranks)")
+    parser.add_argument("--spares", type=whole, default=0, help="nodes beyond --nodes, to put in for bad ones (default 0)")
+    parser.add_argument("--retries", "--restarts", type=whole, help="restarts in all; 0: none (default: "
+                        f"{recover.Limits.retries} for {', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
+    parser.add_argument("--timeout", type=seconds, help="seconds without progress that make a hang: of a step, or by phase as in "
+                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)}; default of a step: {recover.STEP_FACTOR:g} "
+                        f"times the median of recent ones, at least {recover.STEP_FLOOR_S:g})")
+    parser.add_argument("--budget", type=number, default={}, help="restarts per cause and day, as in hang=3,killed=5 "
+                        f"(causes: {', '.join(recover.BUDGETS)})")
+    parser.add_argument("--backoff", type=duration, default=recover.Limits.backoff_s, help="seconds before a restart (default "
+                        f"{recover.Limits.backoff_s:g}); doubles while nothing comes of it")
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     command = argv[split + 1 :]
@@ -353,9 +411,24 @@ def meeting_port(port: int | None) -> int:
         ) from None
 
 
-def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int | None) -> list[dict[str, str]]:
-    """One environment per rank: torchrun's variables, CPU threads, and the loopback interface for gloo."""
-    world = nodes * ranks_per_node
+def reserve_port(port: int | None) -> socket.socket:
+    """A socket bound to the given TCP port, or to a free one, that never listens: on Linux nobody else is then given the port,
+    while rank 0, seconds later, can listen on it (both with SO_REUSEADDR). Raises LaunchError."""
+    number, dual = meeting_port(port), socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if dual:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    try:
+        reserved.bind(("", number if port else 0))
+    except OSError as error:
+        raise LaunchError(f"TCP port {number} cannot be reserved ({error}); end other jobs or give --port") from None
+    return reserved
+
+
+def rank_environments(nodes: list[str], ranks_per_node: int, port: int, threads: int | None, mark: str) -> list[dict[str, str]]:
+    """One environment per rank: torchrun's variables, CPU threads, the loopback interface for gloo, and the mark."""
+    world = len(nodes) * ranks_per_node
     # What an outer torchrun left behind would change how init_process_group meets.
     base = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -365,16 +438,17 @@ def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int |
     base.setdefault("MKL_NUM_THREADS", base["OMP_NUM_THREADS"])
     if world > 1:
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin while they wait take the cores of other ranks
+    for name, value in MEMORY_VARS.items():
+        base.setdefault(name, value)
     # Without it gloo looks up the host's own name, which on laptops may not resolve or change with the network.
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         base.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    base.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
-    base[RUN_VAR] = f"{base.get(RUN_VAR, '')}/{os.getpid()}-{time.time_ns()}"  # nested: inside the outer run's mark
+    base[RUN_VAR] = mark
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_WORLD_SIZE": str(nodes)}
+    base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_WORLD_SIZE": str(len(nodes))}
     return [
         base
-        | {"RANK": str(rank), "GROUP_RANK": str(rank // ranks_per_node)}
+        | {"RANK": str(rank), "GROUP_RANK": str(rank // ranks_per_node), watch.NODE_VAR: nodes[rank // ranks_per_node]}
         | {"LOCAL_RANK": str(rank % ranks_per_node), DEVICE_VAR: str(rank)}
         for rank in range(world)
     ]
@@ -422,20 +496,20 @@ def kill_marked(mark: str) -> None:
 
 
 class Guard:
-    """A process that waits for the end of the launcher, and kills what a launcher killed by SIGKILL could not."""
+    """A process that waits for the end of the launcher, and kills and removes what a launcher killed by SIGKILL could not."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, folders: list[Path]) -> None:
         read_end, self.pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.pipe)
-                self._watch(read_end, mark)
+                self._watch(read_end, mark, folders)
             finally:
                 os._exit(0)
         os.close(read_end)
 
-    def _watch(self, read_end: int, mark: str) -> None:
+    def _watch(self, read_end: int, mark: str, folders: list[Path]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
@@ -447,6 +521,8 @@ class Guard:
         for group in groups:
             kill_group(group)
         kill_marked(mark)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def note(self, group: int) -> None:
         """Watch this process group; told a second time, stop watching it."""
@@ -487,20 +563,19 @@ class Inbox:
 
 
 class Ranks:
-    """The processes of a run: start them, pass signals on, wait for them, and keep the first failure."""
+    """The processes of one attempt on this machine."""
 
-    def __init__(self, inbox: Inbox, guard: Guard) -> None:
-        self.inbox, self.guard = inbox, guard
+    def __init__(self, guard: Guard, mark: str, nodes: list[str], folder: Path, pages: Path) -> None:
+        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog."""
+        self.guard, self.mark, self.nodes, self.folder, self.pages = guard, mark, nodes, folder, pages
         self.running: dict[int, subprocess.Popen] = {}
-        self.codes: dict[int, int] = {}
-        self.failed: int | None = None  # the first rank that failed
-        self.failed_at = 0.0  # seconds on the monotonic clock
+        self.ended: dict[int, int] = {}
         self.oom_kills_before = oom_kills()
-        self.sent: dict[signal.Signals, float] = {}  # stop signals passed on, and when (monotonic seconds)
+        self.messages = tempfile.TemporaryFile()
 
-    def start(self, command: list[str], environments: list[dict[str, str]], messages: int) -> None:
-        """Start one process per environment; `messages` is a file descriptor that they inherit."""
-        die = None
+    def start(self, command: list[str], environments: list[dict[str, str]]) -> None:
+        """Start one process per environment."""
+        die, messages = None, self.messages.fileno()
         if sys.platform == "linux":
             libc, parent = ctypes.CDLL(None), os.getpid()  # loaded before the fork
 
@@ -519,71 +594,88 @@ class Ranks:
             self.running[rank] = process
             self.guard.note(process.pid)
 
-    def wait(self) -> None:
-        """Return when every rank has ended."""
-        terminated = killed = False
-        while self.running:
-            since = time.monotonic() - self.failed_at if self.failed is not None else 0.0
-            if since >= PEER_GRACE_S and not terminated:
-                terminated = True
-                self.send(signal.SIGTERM)
-            if since >= PEER_GRACE_S + TERM_GRACE_S and not killed:
-                killed = True
-                self.kill()
-            due = PEER_GRACE_S + (TERM_GRACE_S if terminated else 0.0) - since
-            for number in self.inbox.wait(due if self.failed is not None and not killed else 60.0):
-                self.on_signal(number)
-            self.collect()
+    def poll(self, seconds: float) -> bool:
+        """Take the exit codes of the ranks that ended, and kill what they left in their process groups; True once all have."""
+        until = time.monotonic() + seconds
+        while True:
+            for rank, process in [pair for pair in self.running.items() if pair[1].poll() is not None]:
+                del self.running[rank]
+                self.ended[rank] = process.returncode
+                kill_group(process.pid)
+                self.guard.note(process.pid)
+                node = self.nodes[rank * len(self.nodes) // (len(self.running) + len(self.ended))]
+                recover.write_exit(self.folder, rank, node, process.returncode, self.pages, oom_kills() > self.oom_kills_before)
+            if not self.running or time.monotonic() >= until:
+                return not self.running
+            time.sleep(0.01)
 
-    def on_signal(self, number: signal.Signals) -> None:
-        """Forward each stop signal once; the second SIGINT or SIGTERM kills."""
-        urgent = {signal.SIGINT, signal.SIGTERM}
-        now = time.monotonic()
-        if number in self.sent and now < self.sent[number] + ECHO_S:
-            return
-        if number in urgent and self.sent.keys() & urgent:
-            say(f"second request to stop ({number.name}): killing {len(self.running)} ranks")
-            self.kill()
-        elif number not in self.sent:
-            say(f"{number.name} passed on to {len(self.running)} ranks, to stop after a checkpoint; a second one kills")
-            self.sent[number] = now
-            self.send(number)
+    def codes(self) -> dict[int, int]:
+        """By rank, negative for a signal; of those that have ended."""
+        return dict(self.ended)
 
     def send(self, number: signal.Signals) -> None:
         for process in self.running.values():
             process.send_signal(number)
 
     def kill(self) -> None:
+        """SIGKILL; returns when nothing is left."""
         for process in self.running.values():
             kill_group(process.pid)
+        self.poll(KILL_PATIENCE_S)
+        kill_marked(self.mark)
+        self.tell()
 
-    def collect(self) -> None:
-        """Take the exit codes of the ranks that ended, and kill what they left in their process groups."""
-        ended = {rank: process for rank, process in self.running.items() if process.poll() is not None}
-        for rank, process in ended.items():
-            del self.running[rank]
-            self.codes[rank] = process.returncode
-            kill_group(process.pid)
-            self.guard.note(process.pid)
-        failures = [rank for rank in ended if self.codes[rank] not in (EXIT_OK, EXIT_STOPPED)]
-        if failures and self.failed is None:
-            # Of those that ended at the same time, one killed by a signal is the cause, and a plain 1 is mostly
-            # the consequence (a lost connection).
-            self.failed = min(failures, key=lambda rank: (self.codes[rank] >= 0, self.codes[rank] == EXIT_FAILED, rank))
-            self.failed_at = time.monotonic()
-            code = self.codes[self.failed]
-            if code < 0:
-                say(f"rank {self.failed} was killed by signal {-code} ({signal_name(-code)})"
-                    + (OUT_OF_MEMORY if -code in MEMORY_SIGNALS and oom_kills() > self.oom_kills_before else ""))
-            elif code != EXIT_CONFIG:
-                say(f"rank {self.failed} ended with exit code {code}")
+    def tell(self) -> None:
+        """The first config error that a rank other than 0 has left, if rank 0 had none. Once."""
+        if self.messages.closed or self.running:
+            return
+        self.messages.seek(0)
+        told = self.messages.read().decode(errors="replace").splitlines()
+        self.messages.close()
+        if EXIT_CONFIG in self.ended.values() and self.ended.get(0) != EXIT_CONFIG and told:
+            say(told[0])
 
-    def exit_code(self) -> int:
-        """That of the first rank that failed (128 + signal for a killed one), else EXIT_STOPPED if one stopped."""
-        if self.failed is not None:
-            code = self.codes[self.failed]
-            return 128 - code if code < 0 else code
-        return EXIT_STOPPED if EXIT_STOPPED in self.codes.values() else EXIT_OK
+
+class Local:
+    """Starts ranks on this machine, whose nodes are simulated: node0, node1, ..."""
+
+    def __init__(self, nodes: int, ranks_per_node: int, port: int | None, threads: int | None, guard: Guard, mark: str) -> None:
+        self.names, self.ranks_per_node = [f"node{n}" for n in range(nodes)], ranks_per_node
+        self.port, self.threads, self.guard, self.mark, self.attempts = port, threads, guard, mark, 0
+
+    def nodes(self) -> list[str]:
+        return self.names
+
+    def unusable(self) -> dict[str, str]:
+        return {}
+
+    def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Ranks:
+        """Raises LaunchError when there is no port for them to meet."""
+        self.attempts += 1
+        mark = f"{self.mark}.{self.attempts}."  # begins with the launch's
+        if sys.platform == "linux":
+            self.reserved = reserve_port(self.port)  # replaces, and so closes, that of the attempt before
+            port = self.reserved.getsockname()[1]
+        else:
+            port = meeting_port(self.port)
+        environments = rank_environments(nodes, self.ranks_per_node, port, self.threads, mark)
+        ranks = Ranks(self.guard, mark, list(nodes), folder, Path(environment[watch.FOLDER_VAR]))
+        ranks.start(command, [e | environment for e in environments])
+        return ranks
+
+    def on_each(self, nodes: list[str], argv: list[str], timeout_s: float) -> dict[str, tuple[int, bytes]]:
+        """Runs a command once per node, all at the same time: (exit code, output) of those that ended in time."""
+        started = {node: subprocess.Popen(argv, env=without_ranks() | {watch.NODE_VAR: node}, stdin=subprocess.DEVNULL,
+                                          stdout=subprocess.PIPE) for node in nodes}
+        until, done = time.monotonic() + timeout_s, {}
+        for node, process in started.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+                done[node] = process.returncode, output
+            if node not in done:
+                process.kill()
+                process.communicate()
+        return done
 
 
 def oom_kills() -> int:
@@ -593,14 +685,19 @@ def oom_kills() -> int:
     return 0
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in list(signal.Signals) else "real-time signal"
+def memory_folder() -> Path:
+    """Where files lie in memory, if there is such a place."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
-def say(text: str) -> None:
-    """One line on stderr; a closed terminal must not keep us from ending the ranks."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+def supervision(options: argparse.Namespace, command: list[str], folder: Path, pages: Path) -> recover.Options:
+    """How the run is watched and restarted. A program that tells no progress is neither, unless it is asked for."""
+    resumable = os.path.basename(command[0]) in RESUMABLE
+    retries = options.retries if options.retries is not None else recover.Limits.retries if resumable else 0
+    limits = recover.Limits(retries, recover.BUDGETS | options.budget, backoff_s=options.backoff)
+    watched = resumable or options.timeout is not None or bool(options.retries)
+    timeouts = recover.TIMEOUTS | (options.timeout or {})
+    return recover.Options(options.nodes, folder, pages, limits, timeouts, watched, end_of_job())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -611,26 +708,24 @@ def main(argv: list[str] | None = None) -> int:
         if ranks_per_node is None:
             present = count_accelerators()
             ranks_per_node = max(1, present // options.nodes) if present else CPU_RANKS
-        port = meeting_port(options.port)
+        meeting_port(options.port)
     except LaunchError as error:
         say(f"error: {error}")
         return EXIT_CONFIG
-    environments = rank_environments(options.nodes, ranks_per_node, port, options.threads)
+    os.environ.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
+    name = f"{os.getpid()}-{time.time_ns()}"
+    mark = f"{os.environ.get(RUN_VAR, '')}/{name}"  # nested: inside the outer run's mark
+    folder, pages = Path(tempfile.mkdtemp(prefix="nano1t-")), memory_folder() / f"nano1t-{name}"
     inbox = Inbox()
-    guard = Guard(environments[0][RUN_VAR])
-    ranks = Ranks(inbox, guard)
-    with tempfile.TemporaryFile() as messages:
-        try:
-            ranks.start(command, environments, messages.fileno())
-            ranks.wait()
-        finally:
-            ranks.kill()
-            guard.close()
-        messages.seek(0)
-        told = messages.read().decode(errors="replace").splitlines()
-    if EXIT_CONFIG in ranks.codes.values() and ranks.codes.get(0) != EXIT_CONFIG and told:
-        say(told[0])
-    return ranks.exit_code()
+    guard = Guard(mark, [folder, pages])
+    starter = Local(options.nodes + options.spares, ranks_per_node, options.port, options.threads, guard, mark)
+    try:
+        return recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+    except LaunchError as error:
+        say(f"error: {error}")
+        return EXIT_CONFIG
+    finally:
+        guard.close()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ heads, K head dimension, X experts, F expert width (gate and up side by side: U 
 token-expert pairs, V vocabulary.
 """
 
+import functools
+import importlib.util
 import inspect
 import math
 from contextlib import nullcontext
@@ -26,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+import sonic
 from errors import ConfigError
 
 
@@ -35,6 +38,78 @@ META_AS: torch.device | None = None  # whose branches meta tensors take in a dry
 def acting(device: torch.device) -> torch.device:
     """The device whose branches to take: in a dry run that of the machine that is planned for."""
     return META_AS if META_AS and device.type == "meta" else device
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Kernels: what a run may choose
+# ------------------------------------------------------------------------------------------------------------------
+
+MOE_KERNELS = ("grouped_mm", "sonic")
+ATTENTION = ("auto", "fa2", "fa3")
+MOE_KERNEL = "grouped_mm"  # of the experts' products
+COMPILER: str | None = None  # torch.compile's backend for the functions marked `fused`; None: they run operation by operation
+
+
+def choose_kernels(moe_kernel: str, attention: str, compiled: bool, device: torch.device, dtype: str, m: "Model") -> str:
+    """Sets what this process runs from here on, and says it in words. Raises ConfigError where it cannot run here."""
+    global MOE_KERNEL, COMPILER
+    if moe_kernel == "sonic":
+        sonic.check(device, dtype, m.width, m.expert_width)
+    MOE_KERNEL, COMPILER = moe_kernel, "inductor" if compiled else None
+    if compiled:
+        try_compiler(device)
+    words = [f"experts by {moe_kernel}", choose_attention(attention, device)] + ["block compiled region by region"] * compiled
+    return ", ".join(words)
+
+
+def choose_attention(name: str, device: torch.device) -> str:
+    """FlashAttention 3 where it is installed and the GPU is a Hopper (or where it is asked for), else what torch brings. torch
+    registers its kernels, which varlen_attn then calls."""
+    if device.type != "cuda":
+        if name == "fa3":
+            raise ConfigError(f"--attention=fa3: needs an NVIDIA Hopper GPU, this rank runs on {device.type}; use "
+                              "--attention=auto")
+        return "attention by blocks of queries"
+    hopper, there = torch.cuda.get_device_capability(device)[0] == 9, importlib.util.find_spec("flash_attn_interface") is not None
+    if name == "fa2" or name == "auto" and not (hopper and there):
+        return "FlashAttention 2"
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError, ValueError) as error:
+        if name == "fa3":
+            raise ConfigError(f"--attention=fa3: FlashAttention 3 cannot be used ({error}); install flash_attn_interface with "
+                              "its backward pass, or use --attention=fa2") from error
+        return f"FlashAttention 2 (3 cannot be used: {error})"
+    return "FlashAttention 3"
+
+
+def fused(function: Callable) -> Callable:
+    """A region of the block that torch.compile makes one kernel of, with --compile=True: a function of tensors between two
+    products, without autograd (the Functions below state their gradients) and without transfers. Collectives, copies and the
+    lifetime of what is saved so stay as the schedule has them."""
+    compiled: dict[str, Callable] = {}
+
+    @functools.wraps(function)
+    def call(*args):
+        if COMPILER is None or args[0].is_meta:
+            return function(*args)
+        if COMPILER not in compiled:
+            compiled[COMPILER] = torch.compile(function, backend=COMPILER, fullgraph=True)
+        return compiled[COMPILER](*args)
+
+    return call
+
+
+def try_compiler(device: torch.device):
+    """Raises ConfigError where nothing can be compiled."""
+    try:
+        rotate(torch.ones(2, 1, 2, device=device), torch.ones(2, 1, device=device), torch.zeros(2, 1, device=device))
+    except Exception as error:  # noqa: BLE001 the compiler's own kinds differ from version to version; whatever it is, it is told
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"--compile=True: torch.compile does not work here ({first}); on a CPU it needs a C++ compiler (g++); "
+                          "or leave it out") from error
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -193,20 +268,31 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, w, eps):
-        x32 = x.to(torch.float32, copy=True)
-        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        y, rstd = normalise(x, w, eps)
         ctx.save_for_backward(x, w, rstd)
-        return torch.mul(x32.mul_(rstd), w, out=torch.empty_like(x))
+        return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, w, rstd = ctx.saved_tensors
-        dy32, xhat = wide(dy), wide(x) * rstd
-        product = dy32 * xhat
-        along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
-        dx32 = torch.mul(dy32, w, out=None if dy32 is dy else dy32).addcmul_(xhat, along, value=-1)
-        return torch.mul(dx32, rstd, out=torch.empty_like(x)), product.flatten(0, -2).sum(0), None
+        return *normalise_grad(dy, *ctx.saved_tensors), None
+
+
+@fused
+def normalise(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(y, 1 / rms of each row)."""
+    x32 = x.to(torch.float32, copy=True)
+    norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
+    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul(x32.mul_(rstd), w, out=x.new_empty(x.shape)), rstd
+
+
+@fused
+def normalise_grad(dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    dy32, xhat = wide(dy), wide(x) * rstd
+    product = dy32 * xhat
+    along = (product @ w)[..., None].div_(x.shape[-1])  # mean of dy * w * xhat
+    dx32 = (dy32 * w if dy32 is dy else dy32.mul_(w)).addcmul_(xhat, along, value=-1)
+    return torch.mul(dx32, rstd, out=x.new_empty(x.shape)), product.flatten(0, -2).sum(0)
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float = 1e-6) -> Tensor:
@@ -241,6 +327,7 @@ class RoPE(Function):
         return rotate(dy, cos, -sin), None, None
 
 
+@fused
 def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-rotation ("NeoX") RoPE in fp32 (Su et al. 2021); cos and sin are [T, K/2]."""
     a, b = x_THK.float().chunk(2, -1)
@@ -256,29 +343,40 @@ def swiglu(gate_up_PU: Tensor, weight_P: Tensor | None) -> Tensor:
     fp32 intermediates (on a CPU they then stay in its cache)."""
     y_PF = gate_up_PU.new_empty(len(gate_up_PU), gate_up_PU.shape[1] // 2)
     for at in slabs(gate_up_PU):
-        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
-        y = F.silu(gate.float()).mul_(up)
-        y_PF[at] = y if weight_P is None else y.mul_(weight_P[at, None])
+        swiglu_slab(gate_up_PU[at], None if weight_P is None else weight_P[at], y_PF[at])
     return y_PF
+
+
+@fused
+def swiglu_slab(gate_up_PU: Tensor, weight_P: Tensor | None, out_PF: Tensor):
+    gate, up = wide(gate_up_PU).chunk(2, -1)
+    y = F.silu(gate.float()).mul_(up)
+    out_PF.copy_(y if weight_P is None else y.mul_(weight_P[:, None]))
 
 
 def swiglu_grad(dy_PF: Tensor, gate_up_PU: Tensor, weight_P: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Gradients of gate_up and weight. dy_PF becomes, in place, the value again: the next product's gradient needs it."""
     dgate_up_PU, dweight_P = torch.empty_like(gate_up_PU), None if weight_P is None else torch.empty_like(weight_P)
     for at in slabs(gate_up_PU):
-        gate, up = wide(gate_up_PU[at]).chunk(2, -1)
-        dgate, dup = dgate_up_PU[at].chunk(2, -1)
-        gate, dy = gate.float(), dy_PF[at].to(torch.float32, copy=True)
-        silu = F.silu(gate)
-        dup32, y = silu * dy, silu.mul_(up)
-        if weight_P is not None:
-            dweight_P[at] = (dup32 * up).sum(-1)
-            for x in (dup32, dy, y):
-                x.mul_(weight_P[at, None])
-        dup.copy_(dup32)
-        dgate.copy_(torch.ops.aten.silu_backward(dy.mul_(up), gate))
-        dy_PF[at] = y
+        weights = (None, None) if weight_P is None else (weight_P[at], dweight_P[at])
+        swiglu_grad_slab(dy_PF[at], gate_up_PU[at], *weights, dgate_up_PU[at])
     return dgate_up_PU, dweight_P
+
+
+@fused
+def swiglu_grad_slab(dy_PF: Tensor, gate_up_PU: Tensor, weight_P: Tensor | None, dweight_P: Tensor | None, dgate_up_PU: Tensor):
+    gate, up = wide(gate_up_PU).chunk(2, -1)
+    dgate, dup = dgate_up_PU.chunk(2, -1)
+    gate, dy = gate.float(), dy_PF.to(torch.float32, copy=True)
+    silu = F.silu(gate)
+    dup32, y = silu * dy, silu.mul_(up)
+    if weight_P is not None:
+        dweight_P.copy_((dup32 * up).sum(-1))
+        for x in (dup32, dy, y):
+            x.mul_(weight_P[:, None])
+    dup.copy_(dup32)
+    dgate.copy_(torch.ops.aten.silu_backward(dy.mul_(up), gate))
+    dy_PF.copy_(y)
 
 
 class SwiGLU(Function):
@@ -604,16 +702,21 @@ def sum_slots(rows_PD: Tensor, pairs: Pairs) -> Tensor:
     A gather and a sum, no atomic add: the same bits every time. In slabs of tokens, which bounds the fp32 sums."""
     if pairs.full and pairs.slot_MS.shape[1] == 1:
         return rows_PD.index_select(0, pairs.slot_MS[:, 0])
-    P, out_MD = len(rows_PD), rows_PD.new_empty(len(pairs.slot_MS), rows_PD.shape[1])
+    out_MD = rows_PD.new_empty(len(pairs.slot_MS), rows_PD.shape[1])
     for at in slabs(out_MD):
-        total = None
-        for slot in pairs.slot_MS[at].unbind(1):
-            part = rows_PD.index_select(0, slot if pairs.full else slot.clamp(max=P - 1))
-            if not pairs.full:
-                part.masked_fill_((slot == P)[:, None], 0.0)  # not a product: unread rows may hold NaN
-            total = part.float() if total is None else total.add_(wide(part))
-        out_MD[at] = total
+        sum_slab(rows_PD, pairs.slot_MS[at], pairs.full, out_MD[at])
     return out_MD
+
+
+@fused
+def sum_slab(rows_PD: Tensor, slot_MS: Tensor, full: bool, out_MD: Tensor):
+    P, total = len(rows_PD), None
+    for slot in slot_MS.unbind(1):
+        part = rows_PD.index_select(0, slot if full else slot.clamp(max=P - 1))
+        if not full:
+            part.masked_fill_((slot == P)[:, None], 0.0)  # not a product: unread rows may hold NaN
+        total = part.float() if total is None else total.add_(wide(part))
+    out_MD.copy_(total)
 
 
 def nothing(like: Tensor, *shape: int) -> Tensor:
@@ -688,12 +791,21 @@ def block(x_TD: Tensor, w: dict[str, Tensor], segments: Segments, rope, route: R
 
     h_MD, weights_Mk, chosen_Mk = dispatch(h_TD, weights_Tk, chosen_Tk)
     rows = count_rows(chosen_Mk, mine, m) if first else route.rows
-    pairs = sort_pairs(chosen_Mk, mine, len(w["down"]), rows, most_per_token(len(mine), m), even_load(mine, m))
-    y_TD = combine(Experts.apply(h_MD, weights_Mk, w["gate_up"], w["down"], pairs, first), first)
+    y_TD = combine(run_experts(h_MD, weights_Mk, chosen_Mk, w["gate_up"], w["down"], mine, rows, first, m), first)
     if m.shared_experts:
         gate_up = torch.cat((h_TD @ w["shared_gate"].T, h_TD @ w["shared_up"].T), -1)
         y_TD = y_TD + SwiGLU.apply(gate_up) @ w["shared_down"].T
     return x_TD + y_TD, Route(chosen_Tk, rows)
+
+
+def run_experts(h_MD: Tensor, weights_Mk: Tensor, chosen_Mk: Tensor, gate_up_XUD: Tensor, down_XDF: Tensor, mine: range,
+                rows: int, value: bool, m: Model) -> Tensor:
+    """Sum over the experts `mine` of this rank, [M, D], by the kernel that the run has chosen. value: see Experts."""
+    slots, full = most_per_token(len(mine), m), even_load(mine, m)
+    if MOE_KERNEL == "sonic" and not h_MD.is_meta:
+        return sonic.experts(h_MD, weights_Mk, chosen_Mk, gate_up_XUD, down_XDF, mine, rows, slots, full)
+    pairs = sort_pairs(chosen_Mk, mine, len(down_XDF), rows, slots, full)
+    return Experts.apply(h_MD, weights_Mk, gate_up_XUD, down_XDF, pairs, value)
 
 
 class Weight(Function):

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import ConfigError
+from timeline import COPY, span
 
 GIB = 2**30
 
@@ -96,12 +97,13 @@ class Copy:
         if self._copies.trace is not None:
             self._copies.trace.append(("wait", self._what))
         self._copies.in_flight -= 1
-        if isinstance(self._done, Future):
-            self._done.result()
-        elif callable(self._done):
-            self._done()
-        else:
-            torch.accelerator.current_stream().wait_event(self._done)
+        with span(COPY + self._what):
+            if isinstance(self._done, Future):
+                self._done.result()
+            elif callable(self._done):
+                self._done()
+            else:
+                torch.accelerator.current_stream().wait_event(self._done)
         target = self._keep[1]
         self._keep = self._done = None
         return target

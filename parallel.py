@@ -21,7 +21,7 @@ import hashlib
 import math
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Callable, Iterator, NamedTuple, Sequence
@@ -34,6 +34,8 @@ from torch.autograd import Function
 
 from model import ConfigError, Model, expert_shapes, init_std, layer_shapes, nothing, param_shapes
 from offload import Copies, homes, label
+from timeline import START, WAIT, span
+from watch import PAGE
 
 # ------------------------------------------------------------------------------------------------------------------
 # Grid
@@ -182,6 +184,10 @@ class Wire:
     sent: Counter = field(default_factory=Counter)  # (group, purpose) -> bytes that this rank sent
     waited_s: float = 0.0  # time spent in waits, for exposed_comm_s
     waited: Counter = field(default_factory=Counter)  # the same by purpose
+    # on an accelerator, whose wait() returns at once: makes an event of its stream; and pairs of them around each wait, (purpose,
+    # before, after), until they are over
+    event: Callable | None = None
+    unsettled: deque = field(default_factory=deque)
     trace: list | None = None  # (event, what) in program order, where a test wants it
     tell: Callable[[str], None] | None = None  # prints each collective, with --verbose_comm
     poison: np.random.Generator | None = None  # see PoisonedWork
@@ -198,8 +204,43 @@ class Wire:
             where = f"{group.name}[{group.size}]"
             self.tell(f"{where:<11} {kind:<10} {purpose:<25} {sent:>15,} B sent   {before} -> {after}")
 
+    def wait(self, purpose: str, work, entry: list | None = None, device: torch.device | None = None):
+        """Waits for a Work, and measures for how long: the host's time; or that of the stream that waits, by events on it. entry:
+        on the watchdog's page; device: where the buffers are."""
+        if entry:
+            PAGE.waits(entry)
+        start, before = time.perf_counter(), self.event and self.event()
+        with span(WAIT + purpose):
+            work.wait()
+        PAGE.waited()
+        after = self.event and self.event()
+        if after:
+            self.unsettled.append((purpose, before, after))
+        else:
+            self.add(purpose, time.perf_counter() - start)
+        if entry and PAGE.thread and device.type != "cpu":
+            PAGE.passes(entry, after or torch.accelerator.current_stream(device).record_event())
+
+    def add(self, purpose: str, seconds: float):
+        self.waited_s, self.waited[purpose] = self.waited_s + seconds, self.waited[purpose] + seconds
+
+    def settle(self):
+        """Adds up the waits that the stream has passed by now, without waiting for it; the others count later."""
+        while self.unsettled and self.unsettled[0][2].query():
+            purpose, before, after = self.unsettled.popleft()
+            self.add(purpose, before.elapsed_time(after) * 1e-3)
+
 
 WIRE = Wire()
+
+
+def timed_event(device: torch.device):
+    """An event on the device's current stream, now."""
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
 
 # torch 2.13 renamed it; 2.11 knows the old name only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -207,19 +248,16 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class Pending:
     """A collective in flight. It keeps input, output and handle alive until `wait`, which returns the result: what
-    result() makes, or else the last of `keep`."""
+    result() makes, or else the last of `keep`. entry: on the watchdog's page."""
 
-    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None):
-        self.purpose, self._work, self._keep, self._result = purpose, work, keep, result
+    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None, entry: list | None = None):
+        self.purpose, self._work, self._keep, self._result, self._entry = purpose, work, keep, result, entry
 
     def wait(self) -> Tensor:
         if WIRE.trace is not None and self._work is not None:
             WIRE.trace.append(("wait", self.purpose))
         if self._work is not None:
-            start = time.perf_counter()
-            self._work.wait()
-            waited_s = time.perf_counter() - start
-            WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
+            WIRE.wait(self.purpose, self._work, self._entry, self._entry and self._keep[0].device)
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out
@@ -252,6 +290,9 @@ class PoisonedWork:
         out.copy_(self.hidden)
         poison(self.hidden)
 
+    def is_completed(self) -> bool:
+        return False  # until wait
+
 
 def poison(x: Tensor):
     """NaN, also where the bytes are fp8 (0xFF is NaN in E4M3 and in fp32)."""
@@ -263,8 +304,11 @@ def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sen
     WIRE.started(kind, group, purpose, sent)
     if WIRE.record is not None:
         return Pending(purpose, WIRE.record(kind, group, purpose, sent, x, out), (x, out), None)
-    work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
-    return Pending(purpose, work, (x, out), None)
+    entry = PAGE.launches(group.name, purpose)
+    with span(START + purpose):
+        work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
+    PAGE.launched(entry, work)
+    return Pending(purpose, work, (x, out), None, entry)
 
 
 def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -296,6 +340,9 @@ class SendToEach:
     def wait(self):
         for work in self.works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:

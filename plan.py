@@ -5,6 +5,7 @@
     python plan.py --nodes 96 --size 1t --sweep seq_len=32768,65536 --sweep dense_gather=step,layer
     python plan.py --ladder                                               predictions beside published figures
     python plan.py --machine this-machine --nodes 1 --size debug          rates measured here by a short probe
+    python plan.py --machine out/gpu-check.json --nodes 2 --size 15b      rates that gpu_check.py measured on a GPU
     options: --ranks-per-node n  --rank r  --json  --trace FILE  --calibrated  (--help: all)
 
 Three stages, each a section below:
@@ -142,10 +143,25 @@ PENALTIES: dict[str, Fact] = {
 
 
 def rates(machine: str) -> dict[str, float]:
-    """Values of a machine's constants."""
+    """Values of a machine's constants; of a file that gpu_check.py has written, what it measured."""
+    if machine.endswith(".json"):
+        return measured_elsewhere(Path(machine))
     if (table := MACHINES.get(machine)) is None:
-        raise ConfigError(f"--machine={machine}: unknown; use one of {', '.join(MACHINES)}, this-machine")
+        raise ConfigError(f"--machine={machine}: unknown; use one of {', '.join(MACHINES)}, this-machine, or a file of gpu_check.py")
     return {name: fact.value for name, fact in table.items()}
+
+
+def measured_elsewhere(path: Path) -> dict[str, float]:
+    try:
+        found = json.loads(path.read_text())["machine"]
+        found = {name: float(value) for name, value in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--machine={path}: no file that gpu_check.py has written ({type(error).__name__}: {error}); make one with "
+                          "make gpu-check") from None
+    known = {name for table in MACHINES.values() for name in table}
+    if missing := sorted(known - found.keys()):
+        raise ConfigError(f"--machine={path}: {', '.join(missing)} missing; make it again with make gpu-check")
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -912,36 +928,45 @@ def measure(settings: list[str], o: Options) -> dict[str, float]:
             raise ConfigError(f"--machine=this-machine: the probe ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     middle = {name: statistics.mean(rank[name] for rank in found) for name in found[0]}
+    return middle | of_a_cpu(middle, o.ranks_per_node, o.nodes)
+
+
+def of_a_cpu(measured: dict[str, float], ranks_per_node: int, nodes: int = 1) -> dict[str, float]:
+    """The constants of a machine without accelerators that are not measured: ranks, simulated nodes and arenas share what it has."""
     cores, total = len(os.sched_getaffinity(0)), offload.host_memory()[0]
-    return middle | {
-        "ranks_per_node": o.ranks_per_node, "peak_fp32": middle["peak_bf16"], "processors": cores, "default_ctas": 0, "launch_s": 0.0,
+    return {
+        "ranks_per_node": ranks_per_node, "peak_fp32": measured["peak_bf16"], "processors": cores, "default_ctas": 0, "launch_s": 0.0,
         "dense_efficiency": 1.0, "memory_efficiency": 1.0, "sort_passes": 4, "node_hop_s": 0.0, "net_hop_s": 0.0, "peer_s": 0.0,
-        "net_rate": middle["node_rate"], "copy_rate": middle["memory_rate"], "host_rate": middle["memory_rate"], "copy_s": 1e-4,
-        "reserved": 0.3 * GIB, "host_reserved": 0.0, "memory": total / (o.nodes * o.ranks_per_node),
-        "host_memory": total / (o.nodes * o.ranks_per_node), "shared_memory": 1.0}
+        "net_rate": measured["node_rate"], "copy_rate": measured["memory_rate"], "host_rate": measured["memory_rate"], "copy_s": 1e-4,
+        "reserved": 0.3 * GIB, "host_reserved": 0.0, "memory": total / (nodes * ranks_per_node),
+        "host_memory": total / (nodes * ranks_per_node), "shared_memory": 1.0}
 
 
-def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0) -> float:
-    """Mean time of a call, while all ranks make it; count: that often, where they must agree on it."""
+def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0,
+               finish: Callable[[], object] = lambda: None) -> float:
+    """Mean time of a call, while all ranks make it; count: that often, where they must agree on it. finish: waits for the device."""
     run()
+    finish()
     together()
     times, until = [], time.perf_counter() + PROBE_S
     while len(times) < count or not count and (not times or time.perf_counter() < until):
         began = time.perf_counter()
         run()
+        finish()
         times.append(time.perf_counter() - began)
     return statistics.mean(times)
 
 
-def bytes_of(run: Callable[[torch.device], Callable[[], object]], m: Model) -> tuple[float, int]:
-    """(bytes, operations) of a piece of work, by recording it."""
-    model.META_AS = torch.device("cpu")
+def cost_of(run: Callable[[torch.device], Callable[[], object]], m: Model, as_device: str = "cpu") -> tuple[float, float, int]:
+    """(FLOPs, bytes, operations) of a piece of work, by recording it."""
+    model.META_AS = torch.device("cpu") if as_device == "cpu" else None
     work, recorder = run(META), Recorder({}, {})
     recorder.experts = m.experts
     with recorder:
         work()
     model.META_AS = None
-    return sum(e.nbytes for e in recorder.events), len(recorder.events)
+    ops = recorder.events
+    return sum(e.flops for e in ops), sum(e.nbytes for e in ops), len(ops)
 
 
 def probe(folder: str, settings: list[str]):
@@ -955,45 +980,46 @@ def probe(folder: str, settings: list[str]):
     def together():
         parallel.exchange([0.0], grid, where.device)
 
-    def pieces(device: torch.device) -> dict[str, Callable[[], object]]:
-        """Work of each class that memory bounds, in the model's sizes."""
-        def x(*shape, dtype=dtype, grad=False):
-            return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(grad)
-
-        rows = T * m.top_k
-        h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
-            rows, 2 * m.expert_width), x(rows, dtype=torch.float32)
-        gradient = x(m.experts // grid.E, 2 * m.expert_width, m.width)
-        dgate, order = x(rows, m.expert_width), torch.arange(rows, device=device) * 7 % T
-        state = [x(2**20, dtype=torch.float32) for _ in range(4)]
-        return {"element-wise": lambda: (gradient.float(), torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
-                                         model.swiglu(gate_up, weight), model.swiglu_grad(dgate, gate_up, weight)),
-                "routing and permutation": lambda: dy.index_select(0, order),
-                "optimizer passes": lambda: optim.adamw(*state, lr=1e-3, decay=0.1, clip=0.5, step=3)}
-
     tiny = torch.zeros(8)
     found = {"kernel_s": seconds_of(lambda: [tiny.add_(1) for _ in range(100)], together) / 100 * 2}  # autograd costs about as much
-    here = pieces(where.device)
+    here = passes(m, grid, dtype, T, where.device)
     for name, run in here.items():
-        nbytes, count = bytes_of(lambda device, name=name: pieces(device)[name], m)
+        _, nbytes, count = cost_of(lambda device, name=name: passes(m, grid, dtype, T, device)[name], m)
         found[f"{name} rate"] = nbytes / max(1e-9, seconds_of(run, together) - count * found["kernel_s"])
     found["memory_rate"] = found["element-wise rate"]
-    products = product_rates(m, grid, dtype, T)
+    products = product_rates(m, grid, dtype, T, where.device)
     speed = {name: flops / seconds_of(run, together) for name, (flops, run) in products.items()}
     peak = found["peak_bf16"] = speed.pop("dense_efficiency")
     found |= {name: value / peak for name, value in speed.items()}
-    found |= transfer_rates(grid, T, m, together)
+    found |= transfer_rates(grid, T, m, where.device, together)
     Path(folder, f"{where.rank}.json").write_text(json.dumps(found))
 
 
-def product_rates(m: Model, grid, dtype, T: int) -> dict[str, tuple[int, Callable[[], object]]]:
+def passes(m: Model, grid, dtype, T: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Work of each class that memory bounds, in the model's sizes."""
+    def x(*shape, dtype=dtype, grad=False):
+        return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(grad)
+
+    rows = T * m.top_k
+    h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
+        rows, 2 * m.expert_width), x(rows, dtype=torch.float32)
+    gradient = x(m.experts // grid.E, 2 * m.expert_width, m.width)
+    dgate, order = x(rows, m.expert_width), torch.arange(rows, device=device) * 7 % T
+    state = [x(2**20, dtype=torch.float32) for _ in range(4)]
+    return {"element-wise": lambda: (gradient.float(), torch.autograd.grad(model.rms_norm(h, w), (h, w), dy),
+                                     model.swiglu(gate_up, weight), model.swiglu_grad(dgate, gate_up, weight)),
+            "routing and permutation": lambda: dy.index_select(0, order),
+            "optimizer passes": lambda: optim.adamw(*state, lr=1e-3, decay=0.1, clip=0.5, step=3)}
+
+
+def product_rates(m: Model, grid, dtype, T: int, device: torch.device) -> dict[str, tuple[int, Callable[[], object]]]:
     """Name of the constant -> (FLOPs, what takes them)."""
     def x(*shape, dtype=dtype):
-        return torch.randn(shape).to(dtype)
+        return torch.randn(shape, device=device).to(dtype)
 
     local, rows, J, n = m.experts // grid.E, T * m.top_k, m.kv_heads, min(T, model.QUERY_BLOCK)
     h, wide, tokens, experts = x(T, m.width), x(m.width, m.width), x(rows, m.width), x(local, m.width, 2 * m.expert_width)
-    offsets = (torch.arange(1, local + 1) * (rows // local)).int()
+    offsets = (torch.arange(1, local + 1, device=device) * (rows // local)).int()
     q, k, p = x(J, m.heads // J * n, m.head_dim), x(J, m.head_dim, n), x(J, m.heads // J * n, n)
     router, grouped = x(m.width, m.experts, dtype=torch.float32), torch.nn.functional.grouped_mm
     head, h32 = x(m.width, m.vocab), h.float()
@@ -1007,13 +1033,14 @@ def product_rates(m: Model, grid, dtype, T: int) -> dict[str, tuple[int, Callabl
             "fp32_efficiency": (2 * T * m.width * m.experts, lambda: h32 @ router)}
 
 
-def transfer_rates(grid, T: int, m: Model, together) -> dict[str, float]:
+def transfer_rates(grid, T: int, m: Model, device: torch.device, together,
+                   finish: Callable[[], object] = lambda: None) -> dict[str, float]:
     """Of a gather over all ranks: seconds of a small one, bytes/s of a large one."""
     if grid.world.size == 1:
         return {"base_s": 1e-5, "node_rate": 1e10}
-    group, x = grid.shard, torch.zeros(T, m.width)
-    base = seconds_of(lambda: parallel.all_gather(x[0, :1], group, "scalars").wait(), together, 30)
-    large = seconds_of(lambda: parallel.all_gather(x, group, "scalars").wait(), together, 15)
+    group, x = grid.shard, torch.zeros(T, m.width, device=device)
+    base = seconds_of(lambda: parallel.all_gather(x[0, :1], group, "scalars").wait(), together, 30, finish)
+    large = seconds_of(lambda: parallel.all_gather(x, group, "scalars").wait(), together, 15, finish)
     return {"base_s": base, "node_rate": x.nbytes * (group.size - 1) / max(1e-9, large - base)}
 
 
@@ -1207,7 +1234,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--size", default="debug")
-    parser.add_argument("--machine", default="jupiter-gh200", help=f"{', '.join(MACHINES)} or this-machine")
+    parser.add_argument("--machine", default="jupiter-gh200", help=f"{', '.join(MACHINES)}, this-machine, or a file of gpu_check.py")
     parser.add_argument("--ranks-per-node", type=int, help="default: the machine's")
     parser.add_argument("--rank", type=int, default=0, help="which rank is planned")
     parser.add_argument("--json", action="store_true")
@@ -1241,7 +1268,8 @@ def main(argv: list[str]) -> int:
         return launch.EXIT_OK
     here = args.machine == "this-machine"
     per_node = args.ranks_per_node or (launch.CPU_RANKS if here else int(rates(args.machine)["ranks_per_node"]))
-    o = Options(args.nodes, per_node, args.rank, "cpu" if here else "cuda", args.segment_lengths, args.routing_imbalance)
+    on_cpu = here or "shared_memory" in rates(args.machine)
+    o = Options(args.nodes, per_node, args.rank, "cpu" if on_cpu else "cuda", args.segment_lengths, args.routing_imbalance)
     given = Given(args.attention_imbalance, args.file_system * 1e9, args.mtbf_hours)
     settings = [f"--size={args.size}", *settings]
     resolve(settings, o)  # refuses before anything is measured

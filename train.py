@@ -24,6 +24,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -35,14 +36,18 @@ import data
 import health
 import launch
 import optim
-from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
-                   flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
+import recover
+import timeline
+from model import (ATTENTION, MOE_KERNELS, Balance, ConfigError, Model, Recorded, Route, Segments, block, choose_kernels,
+                   count_params, embed_grad, embed_tokens, flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
 from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_memory, host_report, label, make_inputs,
                      offloaded_layers, peak_memory, record_hosts, resident)
 from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, patiently, reduce,
-                      share_texts, squared_norm, start_refresh, together)
+                      share_texts, squared_norm, start_refresh, timed_event, together)
+from report import grouped
+from watch import PAGE, PHASES, replace_json, tell_launcher
 
 SCHEDULES = ("cosine", "constant", "wsd", "ramp")
 
@@ -75,6 +80,10 @@ class Hyperparameters:
     grad_chunk: int = 0  # experts of an owner per gradient transfer (two travel at a time), bounds the receive buffer; 0: all
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
     node_reshard: bool = True  # with dense_gather=layer: keep 1/E of a layer after its forward pass
+    # kernels
+    moe_kernel: str = "grouped_mm"  # of the experts' products: grouped_mm | sonic (SonicMoE, on Hopper GPUs and newer)
+    attention: str = "auto"  # on NVIDIA GPUs: fa2 | fa3 (FlashAttention 3) | auto: fa3 on a Hopper where it is installed
+    compile: bool = False  # torch.compile what lies between products, attention and transfers of the block, region by region
     # memory
     recompute: bool = True  # keep a layer's inputs and recompute it in the backward pass | False: keep all its activations
     keep_layers: int = 0  # with recompute: of so many last layers all activations, which go before gradients fill the memory
@@ -84,6 +93,8 @@ class Hyperparameters:
     track_memory: int = 50  # steps between steps (and the first two) whose live bytes are counted by purpose; 0: never
     column_ctas: int = 16  # thread blocks that NCCL may take for the column group; 0: its default
     verbose_comm: bool = False  # print each collective of the first step
+    profile: str = ""  # steps that are profiled, e.g. 20-22: where their time goes, and a trace; empty: none
+    profile_ranks: str = "0"  # on which ranks: all, or e.g. 0,4
     # optimizer
     optimizer: str = "muon"  # muon | mano (matrices inside the layers; the rest AdamW) | adamw | sophiag (everything)
     newton_schulz: str = "polar5"  # muon's iteration: polar5 | quintic5 | ten (8 quintic and 2 that end at 1: the most exact)
@@ -353,7 +364,7 @@ def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: M
     Ranks take turns; one whose rows run out before the others' computes a row without targets, so that every rank takes
     part in every collective."""
     limit = min(limit or len(rows), len(rows))
-    total = torch.zeros(2, dtype=torch.float64)
+    total, unsettled = torch.zeros(2, dtype=torch.float64), len(WIRE.unsettled)
     for first in range(0, limit, grid.world.size):
         r = first + grid.world.index
         row = to_device(rows[min(r, limit - 1)], device)
@@ -362,6 +373,8 @@ def held_out_loss(rows: data.HeldOut, limit: int, state: State, grid: Grid, m: M
         loss, _ = schedule([row], state, grid, m, transport._replace(node_reshard=False), train=False)
         total += torch.tensor([float(loss), count_targets([row])], dtype=torch.float64)
     loss, targets = exchange(total.tolist(), grid, device).sum(0)
+    while len(WIRE.unsettled) > unsettled:  # no step waited for these
+        WIRE.unsettled.pop()
     return loss / max(targets, 1), int(targets)
 
 
@@ -417,6 +430,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
                           "optimizer": tuple(optim.OPTIMIZERS), "schedule": SCHEDULES,
                           "packing": data.PACKINGS, "balance": BALANCE,
                           "newton_schulz": tuple(optim.NEWTON_SCHULZ), "lr_scaling": ("none", "sqrt", "linear"),
+                          "moe_kernel": MOE_KERNELS, "attention": ATTENTION,
                           "wandb": ("auto", "off")}.items():
         if getattr(hp, name) not in allowed:
             raise ConfigError(f"--{name}={getattr(hp, name)}: unknown; use one of {', '.join(allowed)}")
@@ -433,6 +447,7 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if hp.decay > 1:
         raise ConfigError(f"--decay={hp.decay:g}: a fraction of the steps, 0 to 1")
     optim.scaled_rate(hp.lr, hp.lr_scaling, per_step * m.seq_len, hp.lr_batch)
+    timeline.parse_steps(hp.profile), timeline.parse_ranks(hp.profile_ranks, where.world)
     for name in ("skip_window", "max_skips", "curvature_every"):
         if getattr(hp, name) < 1:
             raise ConfigError(f"--{name}={getattr(hp, name)}: must be at least 1")
@@ -572,6 +587,9 @@ class Output:
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
         self.asked = 0  # step after which someone wants a checkpoint
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
+        self.told = {"steps": hp.steps}  # to the launcher
+        self.useful_s = 0.0  # of the steps of this launch that count, those of earlier attempts too
+        self.started = float(os.environ.get(launch.STARTED_VAR, time.time()))  # the launch
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -600,6 +618,9 @@ class Output:
         if step and (self.path / "progress.json").exists():
             before = json.loads((self.path / "progress.json").read_text())
             self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
+        begun = int(os.environ.get(recover.BEGUN_VAR, step))
+        self.useful_s = sum(line["step_s"] for line in self.metrics_so_far() if line["step"] > begun)
+        self.told |= {"run": str(self.path.absolute()), "from": step}
         self.log_file = open(self.path / "log.txt", "a", buffering=1)
         self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
         total, active = count_params(m)
@@ -628,11 +649,27 @@ class Output:
             print(text, flush=True)
         (self.log_file.write if self.log_file else self.early.append)(text + "\n")
 
+    def metrics_so_far(self) -> list[dict]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def progress(self, step: int, phase: str):
+        """What this rank is doing, for the watchdog; of rank 0 for the launcher and for people."""
+        PAGE.phase(phase if phase in PHASES else "end", step)
         if self.active:
-            tmp = self.path / ".progress.json"
-            tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
-            tmp.rename(self.path / "progress.json")
+            self.told |= {"step": step, "phase": phase, "time": time.time()}
+            tell_launcher(self.told)
+            if self.log_file:
+                replace_json(self.path / "progress.json", self.told)
+
+    def step_ended(self, step: int, times: list[float], end_of_job: float | None) -> dict:
+        """Part of the time since the launch that went into steps that count. times: of this process's steps, in seconds."""
+        self.useful_s += times[-1]
+        goodput = self.useful_s / max(time.time() - self.started, self.useful_s)
+        self.told |= {"step_s": median(times[-20:]), "useful_s": self.useful_s, "end": end_of_job}
+        self.told.setdefault("first_step", time.time())
+        self.progress(step, "step")
+        return {"goodput": goodput}
 
     def save_wanted(self, step: int) -> bool:
         """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
@@ -685,7 +722,15 @@ class Output:
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
             self.metrics_file.write(json.dumps(values) + "\n")
             if self.wandb:
-                self.wandb.log(values, step=values["step"])
+                self.wandb.log(grouped(values), step=values["step"])
+
+    def expert_load(self, step: int, counts_LX: Tensor):
+        """Keeps the newest step's tokens of each expert, over their layer's mean."""
+        if self.active:
+            load_LX = counts_LX / counts_LX.mean(1, keepdim=True).clamp(min=1e-9)
+            tmp = self.path / ".experts.json"
+            tmp.write_text(json.dumps({"step": step, "load": [[round(x, 3) for x in row] for row in load_LX.tolist()]}))
+            tmp.rename(self.path / "experts.json")
 
     def evaluate(self, path: Path):
         """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
@@ -856,12 +901,16 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
     as it was written; those that are not are set aside, once a good one has been found."""
     root, device = out.path / "ckpt", where.device
 
-    def choose() -> list[str]:
-        if hp.resume != "auto" or not out.active:
-            return [] if hp.resume == "never" else [hp.resume]
-        return [str(p) for p in checkpoint.candidates(root)[:5]]  # so many damaged ones in a row are no accident
+    def choose() -> tuple[str, list[str]]:
+        resume = hp.resume
+        if recover.BEGUN_VAR in os.environ and out.active and (resume == "never" or checkpoint.complete(root)):
+            resume = "auto"  # an earlier attempt of this launch has done as it says, and has gone on from there
+        if resume != "auto" or not out.active:
+            return resume, [] if resume == "never" else [resume]
+        return resume, [str(p) for p in checkpoint.candidates(root)[:5]]  # so many damaged ones in a row are no accident
 
-    paths = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    resume, paths = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    hp = dataclasses.replace(hp, resume=resume)
     if out.active and hp.resume != "never":
         checkpoint.remove_unfinished(root)
     if not paths:
@@ -893,7 +942,9 @@ def run_of(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, wh
     device, hp = where.device, rows_of_run(hp, asked, found, where.world)
     stages = declared(hp)
     check_memory(dataclasses.replace(hp, seq_len=max(stage.seq_len for stage in stages)), m, grid, where, out)
+    out.progress(found.get("step", 0), "data")
     blends = prepare_stages(hp, stages, grid, device, out.log)
+    out.progress(found.get("step", 0), "init")
     pinned = pin(stages, blends, read_stages(hp.stages))
     if found:
         check_same_run(found, hp, m, pinned, chosen, out.log)
@@ -938,6 +989,7 @@ def main(argv: list[str]) -> int:
     asked = parse(argv)
     hp, m = resolve(asked, where)
     out = Output(hp, where)
+    out.progress(0, "init")
     launch.setup(where)
     device, transport = where.device, transport_of(hp)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m,
@@ -947,6 +999,8 @@ def main(argv: list[str]) -> int:
     for warning in grid_warnings(grid, m):
         out.log(f"warning: {warning}")
 
+    chosen = together(lambda: choose_kernels(hp.moe_kernel, hp.attention, hp.compile, device, hp.dtype, m), grid, device)
+    out.log(f"kernels: {chosen}")
     together(out.lock, grid, device)
     run, state, found = begin(asked, hp, m, grid, where, out)
     hp, step = run.hp, found.get("step", 0)
@@ -980,6 +1034,7 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
     plan = optim.plan_muon(state, grid, m, hp.optimizer, hp.newton_schulz, hp.muon_per_head)
     optim.check_plan(plan, grid, device)
     copies = state.copies or Copies(device)
+    WIRE.event = partial(timed_event, device) if device.type != "cpu" else None
     fill_own(state, transport)
     start_refresh(state, grid, transport)()
     watch = Watch(run, state, found)
@@ -987,8 +1042,12 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
     batch, digest = next_rows(loader, step, device)
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
+    profiler = timeline.Profiler(hp.profile, hp.profile_ranks, grid.world.index, grid.world.size, device, out.path / "profile")
+    out.progress(step, "compile")
     while step < last:
+        profiler.start(step + 1)
         clock = Clock(device)
+        profiler.step_begins(step + 1)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
         stage, blend = run.stages[number := order.leg(step).stage], run.blends[number]
         lr = rate(run, step)
@@ -1011,6 +1070,7 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
                 update(run, state, step, plan, lr, told.grad_norm, balance)
 
         step += 1
+        profiler.step_ends()
         measured = {"row_ids": digest, "stage": number, "loss": told.loss, "grad_norm": told.grad_norm, "lr": lr,
                     **clock.step_ends(times), **load_of(balance, grid), **watch.step_ends(step, told, counts, balance, skipped),
                     "ckpt_blocked_s": saver.take_blocked_s(), **news, **out.saved(saver.finished()), **out.recovered()}
@@ -1019,18 +1079,25 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
+            out.progress(step, "eval")
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+            out.expert_load(step, balance.counts_LX)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
+        measured |= out.step_ended(step, times, end_of_job)
         report(run, step, measured, flops[number], times)
+        if (profiled := profiler.finish(step, told.stopping or step == last)) is not None:
+            tell_profile(run, profiler, profiled)
         if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
             out.diverged(step, watch.skips)
         # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
         news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
         if step == last or told.stopping or save_due and not watch.skips.streak:
+            out.progress(step, "checkpoint")
             copies.finish()
             meta = {**run.meta, "row": order.rows_before(step), "health": watch.state()}
             news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan))), False
+            out.progress(step, "step")
         if told.stopping:
             break
     loader.close()
@@ -1155,7 +1222,8 @@ class Watch:
 
 
 class Clock:
-    """Times and bytes of a step, as metrics."""
+    """Times and bytes of a step, as metrics. On an accelerator the waits that are over count: those of the optimizer, which still
+    runs when the next step begins, in that one."""
 
     def __init__(self, device: torch.device):
         self.waited_s, self.waited, self.sent = WIRE.waited_s, WIRE.waited.copy(), WIRE.sent.copy()
@@ -1169,10 +1237,9 @@ class Clock:
         """Also puts the step's seconds at the end of times."""
         now = time.perf_counter()
         times.append(now - self.start)
+        WIRE.settle()
         return {"step_s": times[-1], "optimizer_s": now - self.update if self.on_host else None,
-                # where wait() returns at once, the time in it says nothing
-                "exposed_comm_s": WIRE.waited_s - self.waited_s if self.on_host else None,
-                "exposed_s": dict(WIRE.waited - self.waited) if self.on_host else None,
+                "exposed_comm_s": WIRE.waited_s - self.waited_s, "exposed_s": dict(WIRE.waited - self.waited),
                 "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
@@ -1204,11 +1271,22 @@ def report(run: Run, step: int, measured: dict, flops: float, times: list[float]
     tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
     out.metrics({"step": step, "tokens": run.order.tokens_before(step), **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
                  "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device)})
-    out.progress(step, "step")
     recent = sorted(times[-20:])[len(times[-20:]) // 2]
     held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""
     out.log(f"step {step}/{hp.steps}  loss {measured['loss']:.4f}  norm {measured['grad_norm']:.3f}  lr {measured['lr']:.2e}  "
             f"{tok_s:,.0f} tok/s  {step_s:.2f} s  eta {duration(recent * (hp.steps - step))}{held_out}")
+
+
+def tell_profile(run: Run, profiler: timeline.Profiler, steps: list[dict]):
+    """Rank 0 logs what the profiled steps consist of: of itself in full, of others in a line. steps: of this rank, if it was one."""
+    out, device = run.out, run.device
+    lines = share_texts(timeline.in_a_line(steps), run.grid, device)
+    out.log(f"profile of {run.hp.profile}: {profiler.folder}")
+    if profiler.mine:
+        out.log("\n".join(f"  {line}" for line in timeline.in_words(steps, device.type)))
+    for rank in profiler.ranks:
+        if rank:
+            out.log(f"  rank {rank}: {lines[rank]}")
 
 
 def ledger() -> str:

@@ -369,6 +369,8 @@ def test_samples_of_a_trained_run(trained):
     assert "[[caf\u00e9 \u4e2d]]" in foreign
     assert listed.count("[[the value]]") == 2 and texts(listed)[2:] == texts(two)  # one prompt does not change another
     assert "[[two\nlines]]" in lines and "[[caf\u00e9]]" in lines and len(texts(lines)) == 2
+    kept = [json.loads(line) for line in (trained / "out" / "x" / "samples.jsonl").read_text().splitlines()]
+    assert kept[0]["prompt"] == "Return the" and ev.printable(kept[0]["text"]).strip("\n") == texts(shown)[0] and kept[-1]["prompt"] == "caf\u00e9"
 
 
 @pytest.mark.parametrize("argv, said", [
