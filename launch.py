@@ -33,7 +33,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import cluster
+from errors import ConfigError
 
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
     import torch
@@ -304,12 +308,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Start the ranks of a run on this machine.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=positive, default=1, help="nodes, simulated on this machine (default 1)")
+    parser.add_argument("--nodes", type=positive, help="nodes; simulated where there is no scheduler (default 1, or the allocation's)")
+    parser.add_argument("--spares", type=int, default=0, help="further nodes that wait to replace one that fails")
     parser.add_argument(
         "--ranks-per-node", type=positive, help=f"default: the accelerators present, {CPU_RANKS} where there are none"
     )
     parser.add_argument("--port", type=positive, help="TCP port where the ranks meet (default: a free one)")
     parser.add_argument("--threads", type=positive, help="CPU threads per rank (default: cores / ranks)")
+    cluster.add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     command = argv[split + 1 :]
@@ -402,25 +408,6 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL to every process whose environment carries this run's mark; Linux only.
-
-    Finds those that left their process group, as the helper of wandb does.
-    """
-    wanted = f"{RUN_VAR}={mark}".encode()
-    for _ in range(10):  # again, because one of them may just have started another
-        found = False
-        for path in glob.glob("/proc/[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to someone else
-                with open(path, "rb") as file:
-                    if any(entry.startswith(wanted) for entry in file.read().split(b"\0")):
-                        os.kill(int(path.split("/")[2]), signal.SIGKILL)
-                        found = True
-        if not found:
-            return
-        time.sleep(0.02)
-
-
 class Guard:
     """A process that waits for the end of the launcher, and kills what a launcher killed by SIGKILL could not."""
 
@@ -446,7 +433,7 @@ class Guard:
                 groups ^= {int(line)}
         for group in groups:
             kill_group(group)
-        kill_marked(mark)
+        cluster.kill_marked(mark)
 
     def note(self, group: int) -> None:
         """Watch this process group; told a second time, stop watching it."""
@@ -507,7 +494,7 @@ class Ranks:
             def die() -> None:
                 die_with_parent(libc, parent)
 
-        for rank, environment in enumerate(environments):
+        for environment in environments:
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=environment | {MESSAGES_VAR: str(messages)},
@@ -516,7 +503,7 @@ class Ranks:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which forwards it once
                 preexec_fn=die,  # safe here: the launcher has one thread
             )
-            self.running[rank] = process
+            self.running[int(environment["RANK"])] = process
             self.guard.note(process.pid)
 
     def wait(self) -> None:
@@ -557,7 +544,7 @@ class Ranks:
         for process in self.running.values():
             kill_group(process.pid)
 
-    def collect(self) -> None:
+    def reap(self) -> list[int]:
         """Take the exit codes of the ranks that ended, and kill what they left in their process groups."""
         ended = {rank: process for rank, process in self.running.items() if process.poll() is not None}
         for rank, process in ended.items():
@@ -565,6 +552,11 @@ class Ranks:
             self.codes[rank] = process.returncode
             kill_group(process.pid)
             self.guard.note(process.pid)
+        return list(ended)
+
+    def collect(self) -> None:
+        """Take the exit codes of the ranks that ended, and tell the first failure."""
+        ended = self.reap()
         failures = [rank for rank in ended if self.codes[rank] not in (EXIT_OK, EXIT_STOPPED)]
         if failures and self.failed is None:
             # Of those that ended at the same time, one killed by a signal is the cause, and a plain 1 is mostly
@@ -603,9 +595,69 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def run_task(folder: Path, command: list[str]) -> int:
+    """This process as a task of srun or mpiexec: starts its one rank, passes signals on, leaves nothing behind, and writes how the
+    rank ended. Always 0, or the others' tasks would be ended by srun or mpiexec."""
+    environment = cluster.task_environment()
+    rank = int(environment["RANK"])
+    inbox = Inbox()
+    guard = Guard(environment[RUN_VAR])
+    ranks = Ranks(inbox, guard)
+    with tempfile.TemporaryFile() as messages:
+        try:
+            ranks.start(command, [environment], messages.fileno())
+            while ranks.running:
+                for number in inbox.wait(60):
+                    ranks.send(number)
+                ranks.reap()
+        finally:
+            ranks.kill()
+            guard.close()
+            messages.seek(0)
+            said = messages.read().decode(errors="replace").strip()
+            cluster.note_exit(folder, rank, ranks.codes.get(rank, -signal.SIGKILL), said)
+    return EXIT_OK
+
+
+def start_on_cluster(scheduler: str, options: argparse.Namespace, command: list[str]) -> int:
+    """Inside an allocation."""
+    site = cluster.site_of(options)
+    per_node = options.ranks_per_node or site.ranks_per_node or count_accelerators() or CPU_RANKS
+    starter = {"slurm": cluster.Slurm, "pbs": cluster.Pbs}[scheduler](site, per_node)
+    cluster.note_job_end()
+    folder = Path("out", cluster.run_name(command))
+    chain = cluster.Chain(scheduler, options, folder)
+    nodes = starter.nodes()
+    inbox = Inbox()
+    step = starter.start(nodes[: options.nodes], command, {}, folder / "attempts" / "0")
+    while not step.poll(0):
+        for number in inbox.wait(1.0):
+            step.send(number)
+    codes = step.codes()
+    say(f"{codes} {step.said()}")
+    code = max(codes.values(), default=1)
+    chain.end(code)
+    return code
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code of the run."""
-    options, command = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    options, command = parse(argv)
+    if options.task:
+        return run_task(Path(options.task), command)
+    try:
+        scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
+        if scheduler != "none" and not inside and options.nodes:
+            site = cluster.site_of(options)
+            options.ranks_per_node = options.ranks_per_node or site.ranks_per_node or CPU_RANKS
+            return cluster.submit(scheduler, site, options, options.nodes + options.spares, argv)
+        if inside:
+            return start_on_cluster(scheduler, options, command)
+    except (ConfigError, LaunchError) as error:
+        say(f"error: {error}")
+        return EXIT_CONFIG
+    options.nodes = options.nodes or 1
     try:
         ranks_per_node = options.ranks_per_node
         if ranks_per_node is None:

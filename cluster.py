@@ -1,0 +1,723 @@
+"""Where a run is started: inside a Slurm or PBS allocation, from a login node through the queue, or on this machine.
+
+    make train NODES=96 SIZE=1t SITE=jupiter TIME=12:00:00 ACCOUNT=...    on a login node: prints a job script and submits it
+    make train NODES=96 SIZE=1t SITE=jupiter DRY=1                        only prints it
+    make train NODES=96 SIZE=1t SITE=jupiter                              inside an allocation: starts the run there
+    python cluster.py check-nodes                                         inside an allocation: names nodes that compute or talk badly
+    python cluster.py sites                                               the table of sites, with sources
+
+Imports no torch: the launcher must start at once. Only what runs on a node to check it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from errors import ConfigError
+
+HERE = Path(__file__).resolve().parent
+STARTER_VAR = "NANO1T_SCHEDULER"  # default of --scheduler
+SITE_VAR = "NANO1T_SITE"  # default of --site
+JOB_END_VAR = "NANO1T_JOB_END"  # Unix time at which the job will be killed
+CHAIN_VAR = "NANO1T_CHAIN"  # jobs that may still follow this one
+SCRIPT_VAR = "NANO1T_JOB_SCRIPT"  # the job script, to submit again
+NODES_VAR = "NANO1T_NODES"  # of an attempt, in order of rank, separated by commas
+RUN_VAR = "NANO1T_RUN"  # marks every process of a run
+TASK_VARS = (RUN_VAR, NODES_VAR, "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+             "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD")
+
+# ----------------------------------------------------------------------------------------------
+# Sites
+# ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a site's documentation says that a run needs. Facts that it does not state are left out, and given by flags."""
+
+    scheduler: str = "auto"  # slurm | pbs | auto: whatever is found
+    ranks_per_node: int = 0  # accelerators that torch sees on a node; 0: count them
+    environment: dict[str, str] = field(default_factory=dict)  # of every rank
+    setup: tuple[str, ...] = ()  # lines of the job script, before the launcher starts
+    submit: tuple[str, ...] = ()  # options of sbatch or qsub
+    start: tuple[str, ...] = ()  # options of srun or mpiexec
+    membind: str = ""  # NUMA nodes that host memory is taken from (numactl)
+    suffix: str = ""  # behind a node's name: its address on the fast network
+    source: str = ""
+
+
+# The pinned pool would round a slab up to a power of two, and huge pages that are only partly used stay taken: DESIGN section 8
+GRACE = {"PYTORCH_CUDA_ALLOC_CONF": "pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
+
+SITES = {
+    "laptop": Site(scheduler="none", source="this machine; nodes are simulated"),
+    "jupiter": Site(
+        "slurm", 4, GRACE, start=("--cpus-per-task=72",), membind="0-3",
+        source="JSC, JUPITER documentation, page Configuration: 4 GH200 per node, 72 cores each, HBM as further NUMA nodes. Account, "
+               "partition, modules and interface are not in it: --account, --partition, --setup, --interface"),
+    "alps": Site(
+        "slurm", 4,
+        GRACE | {"NCCL_NET": "AWS Libfabric", "NCCL_NET_GDR_LEVEL": "PHB", "NCCL_CROSS_NIC": "1", "NCCL_PROTO": "^LL128",
+                 "FI_CXI_DEFAULT_CQ_SIZE": "131072", "FI_CXI_DEFAULT_TX_SIZE": "16384", "FI_CXI_DISABLE_HOST_REGISTER": "1",
+                 "FI_CXI_RX_MATCH_MODE": "software", "FI_MR_CACHE_MONITOR": "userfaultfd", "MPICH_GPU_SUPPORT_ENABLED": "0"},
+        submit=("--uenv=pytorch/v2.9.1:/user-environment", "--view=default"), membind="0-3",
+        source="CSCS documentation (eth-cscs/cscs-docs, August 2026), pages NCCL, PyTorch, Slurm; NUMA nodes: its drawing of a GH200 "
+               "node"),
+    "aurora": Site(
+        "pbs", 12,
+        {"CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi", "FI_MR_CACHE_MONITOR": "userfaultfd",
+         "ZE_FLAT_DEVICE_HIERARCHY": "FLAT"},
+        setup=("module load frameworks",), submit=("-l filesystems=home:flare", "-l place=scatter", "-k doe"),
+        start=("--pmi=pmix",
+               "--cpu-bind=list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:60-63:64-67:68-71:72-75:76-79"),
+        suffix=".hsn.cm.aurora.alcf.anl.gov",
+        source="ALCF user guides (argonne-lcf/user-guides, August 2026), pages Aurora: PyTorch, oneCCL, Running jobs"),
+    "polaris": Site(
+        "pbs", 4,
+        {"NCCL_NET": "AWS Libfabric", "NCCL_NET_GDR_LEVEL": "PHB", "NCCL_CROSS_NIC": "1", "NCCL_COLLNET_ENABLE": "1",
+         "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_MR_CACHE_MONITOR": "userfaultfd", "FI_CXI_DEFAULT_CQ_SIZE": "131072"},
+        setup=("module use /soft/modulefiles", "module load conda", "conda activate",
+               "export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib/:$LD_LIBRARY_PATH"),
+        submit=("-l filesystems=home:eagle", "-l place=scatter"), start=("--cpu-bind=depth", "--depth=16"),
+        suffix=".hsn.cm.polaris.alcf.anl.gov",
+        source="ALCF user guides (argonne-lcf/user-guides, August 2026), pages Polaris: PyTorch, NCCL, Running jobs"),
+}
+
+
+def site_of(options: argparse.Namespace) -> Site:
+    """The row of the table, with what flags say instead. Raises ConfigError."""
+    name = options.site or os.environ.get(SITE_VAR, "")
+    if name and name not in SITES:
+        raise ConfigError(f"--site={name}: unknown; use one of {', '.join(SITES)}, or none of them and flags")
+    site = SITES.get(name, Site())
+    environment = dict(site.environment)
+    if options.interface:
+        environment |= {"NCCL_SOCKET_IFNAME": options.interface, "GLOO_SOCKET_IFNAME": options.interface}
+    for assignment in options.set or ():
+        variable, equals, value = assignment.partition("=")
+        if not equals or not variable.isidentifier():
+            raise ConfigError(f"--set {assignment!r}: write NAME=VALUE")
+        environment[variable] = value
+    changes = {"environment": environment}
+    for key in ("submit", "start"):
+        if (text := getattr(options, f"{key}_options")) is not None:
+            changes[key] = tuple(shlex.split(text))
+    if options.setup is not None:
+        changes["setup"] = tuple(options.setup)
+    if options.membind is not None:
+        changes["membind"] = options.membind
+    return replace(site, **changes)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The launcher's options for clusters."""
+    group = parser.add_argument_group("clusters")
+    group.add_argument("--scheduler", choices=("auto", "slurm", "pbs", "none"), default=os.environ.get(STARTER_VAR, "auto"),
+                       help="none: simulate nodes on this machine, whatever is installed (default: look)")
+    group.add_argument("--site", default="", help=f"facts of a site: {', '.join(SITES)} (python cluster.py sites)")
+    group.add_argument("--dry", action="store_true", help="outside an allocation: print the job script, do not submit it")
+    group.add_argument("--time", default="01:00:00", help="time limit of a job, hours:minutes:seconds (default 01:00:00)")
+    group.add_argument("--warn", type=int, default=300, metavar="SECONDS",
+                       help="before its end Slurm tells the job to write a checkpoint and stop (default 300)")
+    group.add_argument("--account", default="", help="project that is charged")
+    group.add_argument("--partition", "--queue", default="", help="partition (Slurm) or queue (PBS)")
+    group.add_argument("--chain", type=int, default=0, metavar="N", help="jobs that follow this one while the run is not done")
+    group.add_argument("--interface", default="", help="network interface of NCCL and gloo, e.g. hsn0")
+    group.add_argument("--set", action="append", metavar="NAME=VALUE", help="variable of every rank, beyond the site's")
+    group.add_argument("--setup", action="append", metavar="LINE", help="line of the job script, instead of the site's")
+    group.add_argument("--submit-options", metavar="TEXT", help="options of sbatch or qsub, instead of the site's")
+    group.add_argument("--start-options", metavar="TEXT", help="options of srun or mpiexec, instead of the site's")
+    group.add_argument("--membind", metavar="NODES", help="NUMA nodes for host memory, instead of the site's; empty: any")
+    group.add_argument("--task", help=argparse.SUPPRESS)  # this process is one rank's, started by srun or mpiexec
+
+
+# ----------------------------------------------------------------------------------------------
+# Where are we
+# ----------------------------------------------------------------------------------------------
+
+
+def quiet(argv: list[str], timeout_s: float = 30) -> subprocess.CompletedProcess:
+    """Runs a command of the scheduler; one that is missing or does not answer ends with code 127 or 124."""
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout_s)
+    except OSError as error:
+        return subprocess.CompletedProcess(argv, 127, "", str(error))
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"no answer within {timeout_s:g} s")
+
+
+def detect(asked: str, submitting: bool) -> tuple[str, bool]:
+    """(slurm | pbs | none, whether this process is inside an allocation). submitting: whether a queue would be used if there is
+    one. Raises ConfigError where a scheduler was asked for and is not there, or one is set up but does not answer."""
+    inside = {"slurm": "SLURM_JOB_ID" in os.environ and "SLURM_JOB_NODELIST" in os.environ,
+              "pbs": "PBS_JOBID" in os.environ and "PBS_NODEFILE" in os.environ, "none": False}
+    if asked != "auto":
+        if asked != "none" and not inside[asked] and not shutil.which(queue := {"slurm": "sbatch", "pbs": "qsub"}[asked]):
+            raise ConfigError(f"--scheduler={asked}: this is no allocation, and there is no {queue} on the PATH; use --scheduler=none "
+                              "to simulate nodes")
+        return asked, inside[asked]
+    for name in ("slurm", "pbs"):
+        if inside[name]:
+            return name, True
+    if submitting and shutil.which("sbatch"):
+        answer = quiet(["sinfo", "-h", "-o", "%D"])
+        if answer.returncode == 0:
+            return "slurm", False
+        if os.environ.get("SLURM_CONF") or os.path.exists("/etc/slurm/slurm.conf"):
+            raise ConfigError(f"Slurm is set up here but does not answer ({last_line(answer.stderr)}); try again later, or use "
+                              "--scheduler=none to simulate the nodes on this machine")
+    if submitting and shutil.which("qsub") and shutil.which("pbsnodes"):
+        return "pbs", False
+    return "none", False
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
+
+
+def job_id() -> str:
+    """Of the job that this process belongs to; empty outside."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("PBS_JOBID") or ""
+
+
+def note_job_end() -> None:
+    """Puts the time at which Slurm will end this job into the environment, for the launcher and the ranks; PBS's comes with the
+    job script."""
+    if "SLURM_JOB_ID" in os.environ and JOB_END_VAR not in os.environ:
+        with contextlib.suppress(ValueError):  # N/A: no limit
+            end = datetime.datetime.fromisoformat(quiet(["squeue", "-h", "-j", job_id(), "-o", "%e"]).stdout.strip())
+            os.environ[JOB_END_VAR] = str(int(end.timestamp()))
+
+
+# ----------------------------------------------------------------------------------------------
+# From a login node: the job script, and the jobs that follow
+# ----------------------------------------------------------------------------------------------
+
+
+def run_name(command: list[str]) -> str:
+    """The run's name, as train.py will read it."""
+    return next((arg[len("--run="):] for arg in reversed(command) if arg.startswith("--run=")), "debug")
+
+
+def seconds(text: str) -> int:
+    """[days-][hours:]minutes:seconds, as both schedulers write it. Raises ConfigError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
+        raise ConfigError(f"--time={text}: write hours:minutes:seconds, e.g. 12:00:00")
+    days, hours, minutes, rest = (int(x or 0) for x in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + rest
+
+
+def job_script(scheduler: str, site: Site, options: argparse.Namespace, nodes: int, argv: list[str], path: Path) -> str:
+    """The text of a job script. nodes: with spares; argv: of the launcher, which runs the same command line again, inside;
+    path: where the script will be."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"nano1t-{run_name(argv)}")
+    limit_s = seconds(options.time)
+    spares = f"  # {options.spares} of them spare" if getattr(options, "spares", 0) else ""
+    if scheduler == "slurm":
+        warn = min(options.warn, limit_s // 2)
+        wanted = [f"--job-name={name}", f"--nodes={nodes}{spares}", f"--ntasks-per-node={options.ranks_per_node}",
+                  f"--time={options.time}", f"--signal=B:USR1@{warn}  # time for a checkpoint",
+                  "--no-kill  # a node that fails is replaced by a spare", "--no-requeue  # a follower goes on instead",
+                  f"--output=out/jobs/{name}-%j.log", "--open-mode=append"]
+        wanted += [f"--account={options.account}"] * bool(options.account)
+        wanted += [f"--partition={options.partition}"] * bool(options.partition)
+        head, home = [f"#SBATCH {line}" for line in (*wanted, *site.submit)], os.getcwd()
+    else:
+        hours = f"{limit_s // 3600:02d}:{limit_s // 60 % 60:02d}:{limit_s % 60:02d}"
+        wanted = [f"-N {name[:15]}", f"-l select={nodes}", f"-l walltime={hours}", "-j oe", "-o out/jobs/"]
+        wanted += [f"-A {options.account}"] * bool(options.account) + [f"-q {options.partition}"] * bool(options.partition)
+        head, home = [f"#PBS {line}" for line in (*wanted, *site.submit)], os.getcwd()
+    lines = ["#!/bin/bash", *head, "", f"cd {shlex.quote(home)} || exit 2", *site.setup,
+             f"export {SCRIPT_VAR}={shlex.quote(str(path))}"]
+    if scheduler == "pbs":
+        lines.append(f"export {JOB_END_VAR}=$(($(date +%s) + {limit_s}))")
+    words = [sys.executable, str(HERE / "launch.py"), *(arg for arg in argv[: argv.index("--")] if arg != "--dry"),
+             *argv[argv.index("--"):]]
+    return "\n".join([*lines, f"exec {shlex.join(words)}", ""])  # exec: signals to the job reach the launcher
+
+
+def outside_job() -> dict[str, str]:
+    """This environment without what belongs to one job or one run: another job gets its own."""
+    mine = (*TASK_VARS, JOB_END_VAR, CHAIN_VAR, SCRIPT_VAR, "NANO1T_STARTED", "NANO1T_WATCH")
+    return {k: v for k, v in os.environ.items() if k not in mine and (not k.startswith("SLURM_") or k == "SLURM_CONF")}
+
+
+def submit(scheduler: str, site: Site, options: argparse.Namespace, nodes: int, argv: list[str]) -> int:
+    """Prints the job script and, unless --dry, submits it. Exit code 0, or 1 if the queue refused it."""
+    folder = Path("out", "jobs")
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_name(argv))
+    path = folder.absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
+    text = job_script(scheduler, site, options, nodes, argv, path)
+    print(text, end="", flush=True)
+    if options.dry:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    answer = queue(scheduler, path, os.environ, chain=options.chain)
+    print(f"# {last_line(answer.stdout) or last_line(answer.stderr)}", flush=True)
+    if answer.returncode:
+        print(f"error: the queue did not take {path}: {answer.stderr.strip()}", file=sys.stderr)
+    return 1 if answer.returncode else 0
+
+
+def queue(scheduler: str, script: Path, environment, chain: int, after: str = "") -> subprocess.CompletedProcess:
+    """Submits a script. chain: jobs that may follow it; after: the job at whose end, however it ends, it may start."""
+    passed = {**environment, CHAIN_VAR: str(chain)}
+    if scheduler == "slurm":
+        argv = ["sbatch", "--export=ALL", *([f"--dependency=afterany:{after}"] if after else []), str(script)]
+    else:
+        argv = ["qsub", "-v", f"{CHAIN_VAR}={chain}", *(["-W", f"depend=afterany:{after}"] if after else []), str(script)]
+    try:
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=passed, timeout=120)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(argv, 1, "", str(error))
+
+
+class Chain:
+    """The job that follows this one. It is submitted before the run starts, not after it stopped: so it waits in the queue while
+    this one runs, and comes even if this one's first node dies. Its dependency keeps it from starting earlier. A run that is
+    done, or that failed in a way that would repeat, takes it out again; so does the file out/<run>/stop."""
+
+    def __init__(self, scheduler: str, options: argparse.Namespace, folder: Path) -> None:
+        self.scheduler, self.stop_file, self.follower = scheduler, folder / "stop", ""
+        self.left = int(os.environ.get(CHAIN_VAR) or options.chain)
+        script = os.environ.get(SCRIPT_VAR, "")
+        if self.left < 1 or not script or self.stopped():
+            return
+        answer = queue(scheduler, Path(script), outside_job(), self.left - 1, after=job_id())
+        if answer.returncode:
+            print(f"warning: no job follows this one: {last_line(answer.stderr)}", file=sys.stderr, flush=True)
+        else:
+            self.follower = answer.stdout.split()[-1]  # "Submitted batch job 7", or the id alone
+            print(f"job {self.follower} goes on after this one; {self.left - 1} more may follow; touch {self.stop_file} to end "
+                  "the chain", file=sys.stderr, flush=True)
+
+    def stopped(self) -> bool:
+        return self.stop_file.exists()
+
+    def end(self, code: int) -> None:
+        """code: of the run; 75 means that it has more to do."""
+        if self.follower and (code != 75 or self.stopped()):
+            why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {code}"
+            print(f"job {self.follower} is not needed: {why}", file=sys.stderr, flush=True)
+            quiet([{"slurm": "scancel", "pbs": "qdel"}[self.scheduler], self.follower])
+
+
+# ----------------------------------------------------------------------------------------------
+# One job at a time on a run
+# ----------------------------------------------------------------------------------------------
+
+
+def claim(path: Path, what: str) -> None:
+    """Writes who works on a run into a file; raises ConfigError if another does who may still be alive. Unlike a lock of the file
+    system it holds on any shared one, and what a dead process or job has left does not block. what: the setting to change."""
+    me = owner()
+    for _ in range(5):  # several may see the same leftover: one takes it away
+        fresh = path.with_name(f"{path.name}.{me['host']}-{me['pid']}")
+        fresh.write_text(json.dumps(me))
+        try:
+            os.link(fresh, path)  # unlike open(O_EXCL) atomic on NFS, too, and never seen half written
+            return
+        except FileExistsError:
+            pass
+        finally:
+            fresh.unlink()
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            found = {}
+        if why := alive(found, me):
+            raise ConfigError(f"{what}: {why}; wait for it, end it, or use another --run. If it is certain that it has ended, delete "
+                              f"{path}")
+        aside = path.with_name(f"{path.name}.{me['host']}-{me['pid']}-left")
+        with contextlib.suppress(FileNotFoundError):
+            path.rename(aside)
+            if aside.read_text() != json.dumps(found) and found:  # someone was faster, and this is theirs
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, path)
+            aside.unlink()
+    raise ConfigError(f"{what}: several processes start this run at the same time; start one")
+
+
+def release(path: Path) -> None:
+    """Takes the claim back, if it is this process's."""
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text()) == owner():
+            path.unlink()
+
+
+def owner() -> dict:
+    """This process, as others can look for it."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid()), "job": job_id(),
+            "scheduler": "slurm" if "SLURM_JOB_ID" in os.environ else "pbs" if "PBS_JOBID" in os.environ else ""}
+
+
+def started(pid: int) -> str:
+    """When a process of this host started, in ticks since boot; empty if there is none, or none that we may see."""
+    with contextlib.suppress(OSError, IndexError):
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]
+    return ""
+
+
+def alive(found: dict, me: dict) -> str:
+    """Who holds a claim, in words, if that process may still run; else nothing."""
+    pid, host, job = found.get("pid"), found.get("host"), found.get("job")
+    if host == me["host"]:
+        return f"process {pid} on this host is training it" if started(pid) == found.get("started") != "" else ""
+    if job and job == me["job"]:
+        return ""  # an earlier attempt of this very job, which its launcher has ended
+    if job and job_alive(found.get("scheduler", ""), job):
+        return f"job {job} is training it"
+    if not job and host:
+        return f"process {pid} on {host} is, or was, training it"
+    return ""
+
+
+def job_alive(scheduler: str, job: str) -> bool:
+    """Whether a job is running, or the scheduler cannot tell."""
+    if scheduler == "pbs":
+        answer = quiet(["qstat", "-x", "-f", job])
+        return answer.returncode != 0 or not re.search(r"job_state = [FX]", answer.stdout)
+    answer = quiet(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"])
+    if answer.returncode:
+        return "Invalid job id" not in answer.stderr
+    over = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
+    return not set(answer.stdout.split()) <= over
+
+
+# ----------------------------------------------------------------------------------------------
+# Starters
+# ----------------------------------------------------------------------------------------------
+
+
+def die_with_parent(parent: int, libc: ctypes.CDLL) -> None:
+    """In a new srun or mpiexec: a launcher that is killed takes it along, with SIGTERM, so that it ends its tasks."""
+    pr_set_pdeathsig = 1
+    libc.prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def spawn(argv: list[str], environment: dict[str, str], **more) -> subprocess.Popen:
+    """Starts srun or mpiexec, out of reach of the terminal's Ctrl-C."""
+    die = None
+    if sys.platform == "linux":
+        libc, parent = ctypes.CDLL(None), os.getpid()  # loaded before the fork
+
+        def die() -> None:
+            die_with_parent(parent, libc)
+
+    return subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die, **more)
+
+
+def end(process: subprocess.Popen, grace_s: float) -> None:
+    """Ends srun or mpiexec: SIGTERM has them kill their tasks."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                (process.send_signal if number == signal.SIGTERM else lambda n: os.killpg(process.pid, n))(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace_s)
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to every process of this machine whose environment carries a run's mark; Linux only.
+
+    Finds those that left their process group, as the helper of wandb does.
+    """
+    wanted = f"{RUN_VAR}={mark}".encode()
+    for _ in range(10):  # again, because one of them may just have started another
+        found = False
+        for place in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to someone else
+                if any(entry.startswith(wanted) for entry in place.read_bytes().split(b"\0")):
+                    os.kill(int(place.parts[2]), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.02)
+
+
+class Step:
+    """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them kills the
+    others; how its rank ended stands in exit-<rank>.json."""
+
+    def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str) -> None:
+        self.starter, self.process, self.nodes, self.folder, self.mark = starter, process, nodes, folder, mark
+        self.ended: dict[int, dict] = {}
+
+    def poll(self, seconds: float) -> bool:
+        """Waits up to that long; True once everything of the attempt has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, seconds))
+        return self.process.returncode is not None
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes by rank that are known so far; negative for signals."""
+        for path in self.folder.glob("exit-*.json"):
+            if (rank := int(path.stem[5:])) not in self.ended:
+                self.ended[rank] = json.loads(path.read_text())
+        return {rank: self.ended[rank]["code"] for rank in sorted(self.ended)}
+
+    def said(self) -> str:
+        """What a rank other than 0 said about a setting that cannot work, when rank 0 said nothing."""
+        self.codes()
+        return next((end["said"] for _, end in sorted(self.ended.items()) if end.get("said")), "")
+
+    def send(self, number: int) -> None:
+        """To all ranks. A request to stop travels as SIGUSR1, which srun and mpiexec pass on; others end their tasks."""
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1 if number in stops else number)
+
+    def kill(self) -> None:
+        """Returns when nothing of the attempt is left, on every node that answers."""
+        end(self.process, 10)
+        self.starter.on_each(self.nodes, [sys.executable, str(HERE / "cluster.py"), "sweep", self.mark], 30)
+
+
+class Starter:
+    """What Slurm and PBS have in common."""
+
+    at_once = 64  # processes of srun or mpiexec that on_each has at a time
+
+    def __init__(self, site: Site, ranks_per_node: int) -> None:
+        self.site, self.ranks_per_node = site, ranks_per_node
+        self.unfit: dict[str, str] = {}  # nodes that failed the check at the start
+        self.attempts = 0
+
+    def nodes(self) -> list[str]:
+        raise NotImplementedError
+
+    def tasks(self, nodes: list[str], ranks_per_node: int, argv: list[str], names: list[str], folder: Path) -> list[str]:
+        """The command line that runs argv so many times on each node. names: of the variables that it must pass on."""
+        raise NotImplementedError
+
+    def here(self) -> str:
+        """The name of the node that this process runs on, as the scheduler calls it."""
+        raise NotImplementedError
+
+    def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Step:
+        """Starts the ranks of one attempt on these nodes, in the allocation's order, whatever theirs. command: a script and its
+        arguments; environment: extra variables of the ranks; folder: of this attempt, on the shared file system."""
+        nodes = sorted(nodes, key=self.nodes().index)
+        folder.mkdir(parents=True, exist_ok=True)
+        host, port = self.meeting(nodes[0])
+        self.attempts += 1
+        mark = f"{os.environ.get(RUN_VAR, '')}/{job_id()}-{os.getpid()}-{time.time_ns()}"
+        mine = self.site.environment | environment | {
+            RUN_VAR: mark, NODES_VAR: ",".join(nodes), "WORLD_SIZE": str(len(nodes) * self.ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": host,
+            "MASTER_PORT": str(port)}
+        bind = ["numactl", f"--membind={self.site.membind}"] if self.site.membind else []
+        if bind and not shutil.which("numactl"):
+            raise ConfigError(f"--membind={self.site.membind}: there is no numactl on the PATH; load its module with --setup, or "
+                              "use --membind= (empty)")
+        everything = {k: v for k, v in os.environ.items() if k not in (*TASK_VARS, *RANK_FROM)} | mine
+        task = [*bind, sys.executable, str(HERE / "launch.py"), "--task", str(folder.absolute()), "--", *command]
+        argv = self.tasks(nodes, self.ranks_per_node, task, list(everything), folder)
+        return Step(self, spawn(argv, everything), nodes, folder, mark)
+
+    def meeting(self, node: str) -> tuple[str, int]:
+        """Address and free port of the node where rank 0 will run."""
+        if node == self.here():
+            found = {"host": socket.gethostname(), "port": free_port()}
+        else:
+            code, output = self.on_each([node], [sys.executable, str(HERE / "cluster.py"), "meet"], 60)[node]
+            found = answer_of(output) if code == 0 else {"host": node, "port": random.randrange(*PORTS)}
+        return (node.split(".")[0] + self.site.suffix if self.site.suffix else found["host"]), found["port"]
+
+    def on_each(self, nodes: list[str], argv: list[str], timeout_s: float) -> dict[str, tuple[int, bytes]]:
+        """Runs a command once on each node, beside the run: exit code (124: it took too long) and output by node."""
+        environment = {k: v for k, v in os.environ.items() if k not in TASK_VARS}
+        waiting, running, done = list(nodes), {}, {}
+        with tempfile.TemporaryDirectory() as scratch:
+            while waiting or running:
+                while waiting and len(running) < self.at_once:
+                    node = waiting.pop(0)
+                    out, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+                    command = self.tasks([node], 1, argv, list(environment), Path(scratch))
+                    process = spawn(command, environment, stdout=out, stderr=errors)
+                    running[node] = (process, out, errors, time.monotonic() + timeout_s)
+                for node, (process, out, errors, until) in list(running.items()):
+                    code = process.poll()
+                    if code is None and time.monotonic() < until:
+                        continue
+                    end(process, 3)
+                    out.seek(0), errors.seek(0)
+                    done[node] = (124 if code is None else code, out.read() + (errors.read() if code else b""))
+                    out.close(), errors.close()
+                    del running[node]
+                time.sleep(0.02)
+        return {node: done[node] for node in nodes}
+
+    def down(self) -> dict[str, str]:
+        raise NotImplementedError
+
+    def unusable(self) -> dict[str, str]:
+        """Nodes that the scheduler calls down or drained, and those that failed the check at the start, with the reason."""
+        return self.unfit | self.down()
+
+
+PORTS = (20000, 32000)  # below what systems give to outgoing connections
+
+
+def free_port(first: int | None = None) -> int:
+    """A TCP port that is free on this machine, on both families of addresses. Raises ConfigError."""
+    start = first if first is not None else random.randrange(*PORTS)
+    for port in (PORTS[0] + (start + i) % (PORTS[1] - PORTS[0]) for i in range(PORTS[1] - PORTS[0])):
+        dual = socket.has_dualstack_ipv6()
+        family, host = (socket.AF_INET6, "::") if dual else (socket.AF_INET, "0.0.0.0")
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=family, dualstack_ipv6=dual):
+            return port
+    raise ConfigError(f"no free TCP port between {PORTS[0]} and {PORTS[1]} on {socket.gethostname()}")
+
+
+def answer_of(output: bytes) -> dict:
+    """The last line that is an object: modules and libraries print what they like before."""
+    lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith("{")]
+    return json.loads(lines[-1])
+
+
+class Slurm(Starter):
+    def nodes(self) -> list[str]:
+        """Every node of the allocation, in Slurm's order."""
+        answer = quiet(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
+        if answer.returncode:
+            raise ConfigError(f"scontrol cannot list the nodes of job {job_id()}: {last_line(answer.stderr)}")
+        return answer.stdout.split()
+
+    def here(self) -> str:
+        return os.environ.get("SLURMD_NODENAME", "")
+
+    def tasks(self, nodes, ranks_per_node, argv, names, folder):
+        extra = self.site.start if ranks_per_node == self.ranks_per_node else ()
+        return ["srun", "--overlap", f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}",
+                f"--ntasks={len(nodes) * ranks_per_node}", f"--ntasks-per-node={ranks_per_node}", "--distribution=block",
+                "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--export=ALL", *extra, *argv]
+
+    def down(self) -> dict[str, str]:
+        answer = quiet(["sinfo", "-h", "-N", "-n", os.environ["SLURM_JOB_NODELIST"], "-o", "%N|%T|%E"])
+        found = {}
+        for node, state, reason in (line.split("|", 2) for line in answer.stdout.splitlines()):
+            if state.endswith("*") or re.match("down|drain|fail|error|power|unknown", state):
+                found[node] = f"{state}: {reason}"
+        return found
+
+
+class Pbs(Starter):
+    def __init__(self, site: Site, ranks_per_node: int) -> None:
+        super().__init__(site, ranks_per_node)
+        said = quiet(["mpiexec", "--version"])
+        text = said.stdout + said.stderr
+        self.flavour = "openmpi" if re.search("Open ?MPI|OpenRTE", text) else "hydra" if "HYDRA" in text else "pals"
+        if said.returncode == 127:
+            raise ConfigError("there is no mpiexec on the PATH; load the module of an MPI, e.g. with --setup='module load ...'")
+
+    def nodes(self) -> list[str]:
+        """Every node of the allocation; PBS lists one once per processor."""
+        return list(dict.fromkeys(Path(os.environ["PBS_NODEFILE"]).read_text().split()))
+
+    def here(self) -> str:
+        return next((node for node in self.nodes() if node.split(".")[0] == socket.gethostname().split(".")[0]), "")
+
+    def tasks(self, nodes, ranks_per_node, argv, names, folder):
+        hosts = Path(folder, f"hosts-{self.attempts}-{'-'.join(nodes[:1])}")
+        hosts.write_text("".join(f"{node}\n" for node in nodes))
+        extra = self.site.start if ranks_per_node == self.ranks_per_node else ()
+        total = ["-n", str(len(nodes) * ranks_per_node)]
+        names = [n for n in names if n.isidentifier() and not re.match("OMPI_|PMIX_|PMI_|PALS_|HYDI?_|BASH_FUNC", n)]
+        if self.flavour == "hydra":
+            options = [*total, "-ppn", str(ranks_per_node), "-f", str(hosts), "-genvlist", ",".join(names)]
+        elif self.flavour == "openmpi":
+            options = [*total, "--map-by", f"ppr:{ranks_per_node}:node:OVERSUBSCRIBE", "--bind-to", "none", "--hostfile", str(hosts),
+                       *(word for name in names for word in ("-x", name))]
+        else:
+            options = [*total, "--ppn", str(ranks_per_node), "--hostfile", str(hosts), "--envall"]
+        return ["mpiexec", *options, *extra, *argv]
+
+    def down(self) -> dict[str, str]:
+        found = {}
+        for node in self.nodes() if shutil.which("pbsnodes") else ():
+            match = re.search(r"^\s*state = (.*)$", quiet(["pbsnodes", node]).stdout, re.MULTILINE)
+            if match and re.search("down|offline|unresolvable|unknown", match[1]):
+                found[node] = match[1].strip()
+        return found
+
+
+# Of an MPI, if one started this: where it uses srun to reach the nodes, Slurm's says something else
+RANK_FROM = ("PALS_RANKID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+def task_environment() -> dict[str, str]:
+    """In a task of srun or mpiexec: torchrun's variables of its rank, and its share of the threads. Ranks are numbered along the
+    nodes, so the local one follows from the rank. Raises ConfigError."""
+    own = dict(os.environ)
+    known = [own[name] for name in RANK_FROM if name in own]
+    if not known or NODES_VAR not in own:
+        raise ConfigError(f"--task is for processes that srun or mpiexec start: none of {', '.join(RANK_FROM)} is set")
+    rank, per_node = int(known[0]), int(own["LOCAL_WORLD_SIZE"])
+    local = rank % per_node
+    cores = len(os.sched_getaffinity(0))
+    threads = cores if cores * per_node <= (os.cpu_count() or 1) else max(1, cores // per_node)  # bound to its own, or all share
+    own.setdefault("OMP_NUM_THREADS", str(threads))
+    own.setdefault("MKL_NUM_THREADS", own["OMP_NUM_THREADS"])
+    own.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    seen = next((own[name] for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK") if own.get(name)), "")
+    alone = seen and "," not in seen and per_node > 1  # the scheduler shows each task its own accelerator only
+    return own | {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(rank // per_node),
+                  "NANO1T_DEVICE": "0" if alone else str(local), RUN_VAR: f"{own[RUN_VAR]}/{rank}"}
+
+
+def node_of_task(rank: int) -> str:
+    """The node that this task runs on, as the scheduler calls it."""
+    nodes = os.environ[NODES_VAR].split(",")
+    return os.environ.get("SLURMD_NODENAME") or nodes[rank // int(os.environ["LOCAL_WORLD_SIZE"])]
+
+
+def note_exit(folder: Path, rank: int, code: int, said: str) -> None:
+    """Writes how a rank ended; seen whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)  # --resume=never may have moved it aside
+    text = json.dumps({"rank": rank, "node": node_of_task(rank), "code": code, "time": time.time(), "said": said})
+    hidden = folder / f".exit-{rank}"
+    hidden.write_text(text)
+    hidden.rename(folder / f"exit-{rank}.json")
+
+
+# ----------------------------------------------------------------------------------------------
+# Commands
+# ----------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str]) -> int:
+    if argv[:1] == ["meet"]:
+        print(json.dumps({"host": socket.gethostname(), "port": free_port()}))
+    elif argv[:1] == ["sweep"]:
+        kill_marked(argv[1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
