@@ -30,7 +30,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from errors import ConfigError
+import watch
+from errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, ConfigError, LaunchError
 
 HERE = Path(__file__).resolve().parent
 STARTER_VAR = "NANO1T_SCHEDULER"  # default of --scheduler
@@ -41,7 +42,7 @@ SCRIPT_VAR = "NANO1T_JOB_SCRIPT"  # the job script, to submit again
 NODES_VAR = "NANO1T_NODES"  # of an attempt, in order of rank, separated by commas
 RUN_VAR = "NANO1T_RUN"  # marks every process of a run
 TASK_VARS = (RUN_VAR, NODES_VAR, "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-             "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD")
+             "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD", watch.NODE_VAR, watch.ATTEMPT_VAR, watch.FOLDER_VAR)
 
 # ----------------------------------------------------------------------------------------------
 # Sites
@@ -102,10 +103,10 @@ SITES = {
 
 
 def site_of(options: argparse.Namespace) -> Site:
-    """The row of the table, with what flags say instead. Raises ConfigError."""
+    """The row of the table, with what flags say instead. Raises LaunchError."""
     name = options.site or os.environ.get(SITE_VAR, "")
     if name and name not in SITES:
-        raise ConfigError(f"--site={name}: unknown; use one of {', '.join(SITES)}, or none of them and flags")
+        raise LaunchError(f"--site={name}: unknown; use one of {', '.join(SITES)}, or none of them and flags")
     site = SITES.get(name, Site())
     environment = dict(site.environment)
     if options.interface:
@@ -113,7 +114,7 @@ def site_of(options: argparse.Namespace) -> Site:
     for assignment in options.set or ():
         variable, equals, value = assignment.partition("=")
         if not equals or not variable.isidentifier():
-            raise ConfigError(f"--set {assignment!r}: write NAME=VALUE")
+            raise LaunchError(f"--set {assignment!r}: write NAME=VALUE")
         environment[variable] = value
     changes = {"environment": environment}
     for key in ("submit", "start"):
@@ -132,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheduler", choices=("auto", "slurm", "pbs", "none"), default=os.environ.get(STARTER_VAR, "auto"),
                        help="none: simulate nodes on this machine, whatever is installed (default: look)")
     group.add_argument("--site", default="", help=f"facts of a site: {', '.join(SITES)} (python cluster.py sites)")
-    group.add_argument("--dry", action="store_true", help="outside an allocation: print the job script, do not submit it")
+    group.add_argument("--dry", "--dry-run", action="store_true", help="outside an allocation: print the job script, do not submit it")
     group.add_argument("--time", default="01:00:00", help="time limit of a job, hours:minutes:seconds (default 01:00:00)")
     group.add_argument("--warn", type=int, default=300, metavar="SECONDS",
                        help="before its end Slurm tells the job to write a checkpoint and stop (default 300)")
@@ -165,12 +166,12 @@ def quiet(argv: list[str], timeout_s: float = 30) -> subprocess.CompletedProcess
 
 def detect(asked: str, submitting: bool) -> tuple[str, bool]:
     """(slurm | pbs | none, whether this process is inside an allocation). submitting: whether a queue would be used if there is
-    one. Raises ConfigError where a scheduler was asked for and is not there, or one is set up but does not answer."""
+    one. Raises LaunchError where a scheduler was asked for and is not there, or one is set up but does not answer."""
     inside = {"slurm": "SLURM_JOB_ID" in os.environ and "SLURM_JOB_NODELIST" in os.environ,
               "pbs": "PBS_JOBID" in os.environ and "PBS_NODEFILE" in os.environ, "none": False}
     if asked != "auto":
         if asked != "none" and not inside[asked] and not shutil.which(queue := {"slurm": "sbatch", "pbs": "qsub"}[asked]):
-            raise ConfigError(f"--scheduler={asked}: this is no allocation, and there is no {queue} on the PATH; use --scheduler=none "
+            raise LaunchError(f"--scheduler={asked}: this is no allocation, and there is no {queue} on the PATH; use --scheduler=none "
                               "to simulate nodes")
         return asked, inside[asked]
     for name in ("slurm", "pbs"):
@@ -181,7 +182,7 @@ def detect(asked: str, submitting: bool) -> tuple[str, bool]:
         if answer.returncode == 0:
             return "slurm", False
         if os.environ.get("SLURM_CONF") or os.path.exists("/etc/slurm/slurm.conf"):
-            raise ConfigError(f"Slurm is set up here but does not answer ({last_line(answer.stderr)}); try again later, or use "
+            raise LaunchError(f"Slurm is set up here but does not answer ({last_line(answer.stderr)}); try again later, or use "
                               "--scheduler=none to simulate the nodes on this machine")
     if submitting and shutil.which("qsub") and shutil.which("pbsnodes"):
         return "pbs", False
@@ -216,24 +217,35 @@ def run_name(command: list[str]) -> str:
     return next((arg[len("--run="):] for arg in reversed(command) if arg.startswith("--run=")), "debug")
 
 
+def job_name(command: list[str]) -> str:
+    """The run's name with nothing in it that a scheduler would read."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", f"nano1t-{run_name(command)}")
+
+
+def shared_folder(command: list[str], name: str) -> Path:
+    """A new folder for what a launch's attempts leave: beside the runs, which all nodes see. name: of the launch."""
+    folder = Path("out", "jobs", f"{job_name(command)}-{job_id()}-{name}").absolute()
+    folder.mkdir(parents=True)
+    return folder
+
+
 def seconds(text: str) -> int:
-    """[days-][hours:]minutes:seconds, as both schedulers write it. Raises ConfigError."""
+    """[days-][hours:]minutes:seconds, as both schedulers write it. Raises LaunchError."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
     if not match:
-        raise ConfigError(f"--time={text}: write hours:minutes:seconds, e.g. 12:00:00")
+        raise LaunchError(f"--time={text}: write hours:minutes:seconds, e.g. 12:00:00")
     days, hours, minutes, rest = (int(x or 0) for x in match.groups())
     return ((24 * days + hours) * 60 + minutes) * 60 + rest
 
 
-def job_script(scheduler: str, site: Site, options: argparse.Namespace, nodes: int, argv: list[str], path: Path) -> str:
-    """The text of a job script. nodes: with spares; argv: of the launcher, which runs the same command line again, inside;
-    path: where the script will be."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"nano1t-{run_name(argv)}")
-    limit_s = seconds(options.time)
-    spares = f"  # {options.spares} of them spare" if getattr(options, "spares", 0) else ""
+def job_script(scheduler: str, site: Site, options: argparse.Namespace, argv: list[str], path: Path) -> str:
+    """The text of a job script. argv: of the launcher, which runs the same command line again, inside; path: where the script will
+    be."""
+    name, nodes, limit_s = job_name(argv), options.nodes + options.spares, seconds(options.time)
+    spares = f"  # {options.spares} of them spare" if options.spares else ""
     if scheduler == "slurm":
-        warn = min(options.warn, limit_s // 2)
-        wanted = [f"--job-name={name}", f"--nodes={nodes}{spares}", f"--ntasks-per-node={options.ranks_per_node}",
+        warn, per_node = min(options.warn, limit_s // 2), options.ranks_per_node or site.ranks_per_node
+        wanted = [f"--job-name={name}", f"--nodes={nodes}{spares}", *[f"--ntasks-per-node={per_node}"] * bool(per_node),
                   f"--time={options.time}", f"--signal=B:USR1@{warn}  # time for a checkpoint",
                   "--no-kill  # a node that fails is replaced by a spare", "--no-requeue  # a follower goes on instead",
                   f"--output=out/jobs/{name}-%j.log", "--open-mode=append"]
@@ -256,16 +268,15 @@ def job_script(scheduler: str, site: Site, options: argparse.Namespace, nodes: i
 
 def outside_job() -> dict[str, str]:
     """This environment without what belongs to one job or one run: another job gets its own."""
-    mine = (*TASK_VARS, JOB_END_VAR, CHAIN_VAR, SCRIPT_VAR, "NANO1T_STARTED", "NANO1T_WATCH")
+    mine = (*TASK_VARS, JOB_END_VAR, CHAIN_VAR, SCRIPT_VAR, "NANO1T_STARTED")
     return {k: v for k, v in os.environ.items() if k not in mine and (not k.startswith("SLURM_") or k == "SLURM_CONF")}
 
 
-def submit(scheduler: str, site: Site, options: argparse.Namespace, nodes: int, argv: list[str]) -> int:
+def submit(scheduler: str, site: Site, options: argparse.Namespace, argv: list[str]) -> int:
     """Prints the job script and, unless --dry, submits it. Exit code 0, or 1 if the queue refused it."""
     folder = Path("out", "jobs")
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", run_name(argv))
-    path = folder.absolute() / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
-    text = job_script(scheduler, site, options, nodes, argv, path)
+    path = folder.absolute() / f"{job_name(argv)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
+    text = job_script(scheduler, site, options, argv, path)
     print(text, end="", flush=True)
     if options.dry:
         return 0
@@ -292,13 +303,23 @@ def queue(scheduler: str, script: Path, environment, chain: int, after: str = ""
         return subprocess.CompletedProcess(argv, 1, "", str(error))
 
 
+@contextlib.contextmanager
+def chained(scheduler: str, options: argparse.Namespace, command: list[str]):
+    """While a run is on, the job that goes on after this one waits. Set `code`, the run's, before the end."""
+    chain = Chain(scheduler, options, Path("out", run_name(command)))
+    try:
+        yield chain
+    finally:
+        chain.end()
+
+
 class Chain:
     """The job that follows this one. It is submitted before the run starts, not after it stopped: so it waits in the queue while
     this one runs, and comes even if this one's first node dies. Its dependency keeps it from starting earlier. A run that is
     done, or that failed in a way that would repeat, takes it out again; so does the file out/<run>/stop."""
 
     def __init__(self, scheduler: str, options: argparse.Namespace, folder: Path) -> None:
-        self.scheduler, self.stop_file, self.follower = scheduler, folder / "stop", ""
+        self.scheduler, self.stop_file, self.follower, self.code = scheduler, folder / "stop", "", EXIT_FAILED
         self.left = int(os.environ.get(CHAIN_VAR) or options.chain)
         script = os.environ.get(SCRIPT_VAR, "")
         if self.left < 1 or not script or self.stopped():
@@ -314,10 +335,9 @@ class Chain:
     def stopped(self) -> bool:
         return self.stop_file.exists()
 
-    def end(self, code: int) -> None:
-        """code: of the run; 75 means that it has more to do."""
-        if self.follower and (code != 75 or self.stopped()):
-            why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {code}"
+    def end(self) -> None:
+        if self.follower and (self.code != EXIT_STOPPED or self.stopped()):
+            why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {self.code}"
             print(f"job {self.follower} is not needed: {why}", file=sys.stderr, flush=True)
             quiet([{"slurm": "scancel", "pbs": "qdel"}[self.scheduler], self.follower])
 
@@ -328,41 +348,42 @@ class Chain:
 
 
 def claim(path: Path, what: str) -> None:
-    """Writes who works on a run into a file; raises ConfigError if another does who may still be alive. Unlike a lock of the file
-    system it holds on any shared one, and what a dead process or job has left does not block. what: the setting to change."""
+    """Raises ConfigError if another job, which may still be alive, works on a run; else writes that this one does. A lock of the
+    file system may hold on one host only, this holds on any shared one; and what a dead job has left does not block. Outside of
+    jobs nothing is written. what: the setting to change."""
     me = owner()
+    mine = path.with_name(f"{path.name}.{me['host']}-{me['pid']}")
     for _ in range(5):  # several may see the same leftover: one takes it away
-        fresh = path.with_name(f"{path.name}.{me['host']}-{me['pid']}")
-        fresh.write_text(json.dumps(me))
+        if me["job"]:
+            mine.write_text(json.dumps(me))
+            try:
+                os.link(mine, path)  # unlike open(O_EXCL) atomic on NFS, too, and never seen half written
+                return
+            except FileExistsError:
+                pass
+            finally:
+                mine.unlink()
         try:
-            os.link(fresh, path)  # unlike open(O_EXCL) atomic on NFS, too, and never seen half written
-            return
-        except FileExistsError:
-            pass
-        finally:
-            fresh.unlink()
-        try:
-            found = json.loads(path.read_text())
+            text = path.read_text()
         except FileNotFoundError:
-            continue
-        except ValueError:
-            found = {}
-        if why := alive(found, me):
-            raise ConfigError(f"{what}: {why}; wait for it, end it, or use another --run. If it is certain that it has ended, delete "
-                              f"{path}")
-        aside = path.with_name(f"{path.name}.{me['host']}-{me['pid']}-left")
+            if me["job"]:
+                continue
+            return
+        if why := alive(json.loads(text), me):
+            raise ConfigError(f"{what}: {why}; wait for it, end it, or use another run's name. If it is certain that it has ended, "
+                              f"delete {path}")
         with contextlib.suppress(FileNotFoundError):
-            path.rename(aside)
-            if aside.read_text() != json.dumps(found) and found:  # someone was faster, and this is theirs
+            path.rename(mine)
+            if mine.read_text() != text:  # someone was faster, and this is theirs
                 with contextlib.suppress(FileExistsError):
-                    os.link(aside, path)
-            aside.unlink()
-    raise ConfigError(f"{what}: several processes start this run at the same time; start one")
+                    os.link(mine, path)
+            mine.unlink()
+    raise ConfigError(f"{what}: several jobs start this run at the same time; start one")
 
 
 def release(path: Path) -> None:
     """Takes the claim back, if it is this process's."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         if json.loads(path.read_text()) == owner():
             path.unlink()
 
@@ -370,29 +391,24 @@ def release(path: Path) -> None:
 def owner() -> dict:
     """This process, as others can look for it."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": started(os.getpid()), "job": job_id(),
-            "scheduler": "slurm" if "SLURM_JOB_ID" in os.environ else "pbs" if "PBS_JOBID" in os.environ else ""}
+            "scheduler": "slurm" if "SLURM_JOB_ID" in os.environ else "pbs"}
 
 
 def started(pid: int) -> str:
-    """When a process of this host started, in ticks since boot; empty if there is none, or none that we may see."""
-    with contextlib.suppress(OSError, IndexError):
+    """When a process of this host started, in ticks since boot; empty if there is none."""
+    with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else fields[18]
     return ""
 
 
 def alive(found: dict, me: dict) -> str:
-    """Who holds a claim, in words, if that process may still run; else nothing."""
-    pid, host, job = found.get("pid"), found.get("host"), found.get("job")
-    if host == me["host"]:
-        return f"process {pid} on this host is training it" if started(pid) == found.get("started") != "" else ""
-    if job and job == me["job"]:
-        return ""  # an earlier attempt of this very job, which its launcher has ended
-    if job and job_alive(found.get("scheduler", ""), job):
-        return f"job {job} is training it"
-    if not job and host:
-        return f"process {pid} on {host} is, or was, training it"
-    return ""
+    """Who holds a claim, in words, if that may still run; else nothing."""
+    if found["host"] == me["host"]:
+        return f"process {found['pid']} of job {found['job']} is training it" if started(found["pid"]) == found["started"] else ""
+    if found["job"] != me["job"] and job_alive(found["scheduler"], found["job"]):
+        return f"job {found['job']} on {found['host']} is training it"
+    return ""  # or it was an earlier attempt of this very job, which its launcher has ended
 
 
 def job_alive(scheduler: str, job: str) -> bool:
@@ -402,7 +418,7 @@ def job_alive(scheduler: str, job: str) -> bool:
         return answer.returncode != 0 or not re.search(r"job_state = [FX]", answer.stdout)
     answer = quiet(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"])
     if answer.returncode:
-        return "Invalid job id" not in answer.stderr
+        return "Invalid job id" not in answer.stderr  # forgotten, as old ones are
     over = {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"}
     return not set(answer.stdout.split()) <= over
 
@@ -461,12 +477,13 @@ def kill_marked(mark: str) -> None:
 
 
 class Step:
-    """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them kills the
-    others; how its rank ended stands in exit-<rank>.json."""
+    """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them ends the others;
+    how its rank ended stands in exit-<rank>.json."""
 
     def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str) -> None:
         self.starter, self.process, self.nodes, self.folder, self.mark = starter, process, nodes, folder, mark
-        self.ended: dict[int, dict] = {}
+        self.ended: dict[int, int] = {}
+        self.told = False
 
     def poll(self, seconds: float) -> bool:
         """Waits up to that long; True once everything of the attempt has ended."""
@@ -478,13 +495,8 @@ class Step:
         """Exit codes by rank that are known so far; negative for signals."""
         for path in self.folder.glob("exit-*.json"):
             if (rank := int(path.stem[5:])) not in self.ended:
-                self.ended[rank] = json.loads(path.read_text())
-        return {rank: self.ended[rank]["code"] for rank in sorted(self.ended)}
-
-    def said(self) -> str:
-        """What a rank other than 0 said about a setting that cannot work, when rank 0 said nothing."""
-        self.codes()
-        return next((end["said"] for _, end in sorted(self.ended.items()) if end.get("said")), "")
+                self.ended[rank] = json.loads(path.read_text())["code"]
+        return dict(self.ended)
 
     def send(self, number: int) -> None:
         """To all ranks. A request to stop travels as SIGUSR1, which srun and mpiexec pass on; others end their tasks."""
@@ -495,18 +507,26 @@ class Step:
     def kill(self) -> None:
         """Returns when nothing of the attempt is left, on every node that answers."""
         end(self.process, 10)
-        self.starter.on_each(self.nodes, [sys.executable, str(HERE / "cluster.py"), "sweep", self.mark], 30)
+        if len(self.codes()) < len(self.nodes) * self.starter.ranks_per_node:  # some task could not put its own house in order
+            down = self.starter.down()
+            self.starter.on_each([node for node in self.nodes if node not in down],
+                                 [sys.executable, str(HERE / "cluster.py"), "sweep", self.mark], 30)
+        if self.ended.get(0) != EXIT_CONFIG and not self.told:
+            self.told = True
+            said = min(self.folder.glob("said-*.txt"), default=None)  # of a rank other than 0, which said nothing
+            print(said.read_text() if said else "", end="", file=sys.stderr, flush=True)
 
 
 class Starter:
-    """What Slurm and PBS have in common."""
+    """What Slurm and PBS have in common. Nodes are called as the scheduler calls them."""
 
     at_once = 64  # processes of srun or mpiexec that on_each has at a time
 
-    def __init__(self, site: Site, ranks_per_node: int) -> None:
-        self.site, self.ranks_per_node = site, ranks_per_node
-        self.unfit: dict[str, str] = {}  # nodes that failed the check at the start
-        self.attempts = 0
+    def __init__(self, site: Site, ranks_per_node: int, mark: str = "") -> None:
+        """mark: of the launch, at the beginning of that of every attempt."""
+        self.site, self.ranks_per_node, self.mark = site, ranks_per_node, mark
+        self.unfit: dict[str, str] = {}  # nodes that failed the check at the start, and why
+        self.started = 0  # command lines
 
     def nodes(self) -> list[str]:
         raise NotImplementedError
@@ -516,24 +536,22 @@ class Starter:
         raise NotImplementedError
 
     def here(self) -> str:
-        """The name of the node that this process runs on, as the scheduler calls it."""
+        """The node that this process runs on."""
         raise NotImplementedError
 
     def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Step:
         """Starts the ranks of one attempt on these nodes, in the allocation's order, whatever theirs. command: a script and its
         arguments; environment: extra variables of the ranks; folder: of this attempt, on the shared file system."""
         nodes = sorted(nodes, key=self.nodes().index)
-        folder.mkdir(parents=True, exist_ok=True)
         host, port = self.meeting(nodes[0])
-        self.attempts += 1
-        mark = f"{os.environ.get(RUN_VAR, '')}/{job_id()}-{os.getpid()}-{time.time_ns()}"
+        mark = f"{self.mark}/{time.time_ns()}"
         mine = self.site.environment | environment | {
             RUN_VAR: mark, NODES_VAR: ",".join(nodes), "WORLD_SIZE": str(len(nodes) * self.ranks_per_node),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node), "GROUP_WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": host,
             "MASTER_PORT": str(port)}
         bind = ["numactl", f"--membind={self.site.membind}"] if self.site.membind else []
         if bind and not shutil.which("numactl"):
-            raise ConfigError(f"--membind={self.site.membind}: there is no numactl on the PATH; load its module with --setup, or "
+            raise LaunchError(f"--membind={self.site.membind}: there is no numactl on the PATH; load its module with --setup, or "
                               "use --membind= (empty)")
         everything = {k: v for k, v in os.environ.items() if k not in (*TASK_VARS, *RANK_FROM)} | mine
         task = [*bind, sys.executable, str(HERE / "launch.py"), "--task", str(folder.absolute()), "--", *command]
@@ -558,8 +576,8 @@ class Starter:
                 while waiting and len(running) < self.at_once:
                     node = waiting.pop(0)
                     out, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
-                    command = self.tasks([node], 1, argv, list(environment), Path(scratch))
-                    process = spawn(command, environment, stdout=out, stderr=errors)
+                    command = self.tasks([node], 1, argv, [*environment, watch.NODE_VAR], Path(scratch))
+                    process = spawn(command, environment | {watch.NODE_VAR: node}, stdout=out, stderr=errors)
                     running[node] = (process, out, errors, time.monotonic() + timeout_s)
                 for node, (process, out, errors, until) in list(running.items()):
                     code = process.poll()
@@ -585,14 +603,14 @@ PORTS = (20000, 32000)  # below what systems give to outgoing connections
 
 
 def free_port(first: int | None = None) -> int:
-    """A TCP port that is free on this machine, on both families of addresses. Raises ConfigError."""
+    """A TCP port that is free on this machine, on both families of addresses. Raises LaunchError."""
     start = first if first is not None else random.randrange(*PORTS)
     for port in (PORTS[0] + (start + i) % (PORTS[1] - PORTS[0]) for i in range(PORTS[1] - PORTS[0])):
         dual = socket.has_dualstack_ipv6()
         family, host = (socket.AF_INET6, "::") if dual else (socket.AF_INET, "0.0.0.0")
         with contextlib.suppress(OSError), socket.create_server((host, port), family=family, dualstack_ipv6=dual):
             return port
-    raise ConfigError(f"no free TCP port between {PORTS[0]} and {PORTS[1]} on {socket.gethostname()}")
+    raise LaunchError(f"no free TCP port between {PORTS[0]} and {PORTS[1]} on {socket.gethostname()}")
 
 
 def answer_of(output: bytes) -> dict:
@@ -606,7 +624,7 @@ class Slurm(Starter):
         """Every node of the allocation, in Slurm's order."""
         answer = quiet(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
         if answer.returncode:
-            raise ConfigError(f"scontrol cannot list the nodes of job {job_id()}: {last_line(answer.stderr)}")
+            raise LaunchError(f"scontrol cannot list the nodes of job {job_id()}: {last_line(answer.stderr)}")
         return answer.stdout.split()
 
     def here(self) -> str:
@@ -622,19 +640,20 @@ class Slurm(Starter):
         answer = quiet(["sinfo", "-h", "-N", "-n", os.environ["SLURM_JOB_NODELIST"], "-o", "%N|%T|%E"])
         found = {}
         for node, state, reason in (line.split("|", 2) for line in answer.stdout.splitlines()):
-            if state.endswith("*") or re.match("down|drain|fail|error|power|unknown", state):
-                found[node] = f"{state}: {reason}"
+            # a draining node keeps its jobs until they end
+            if state.endswith("*") or re.match("down|drained|fail|error|power|unknown", state):
+                found[node] = f"Slurm says {state}: {reason}"
         return found
 
 
 class Pbs(Starter):
-    def __init__(self, site: Site, ranks_per_node: int) -> None:
-        super().__init__(site, ranks_per_node)
+    def __init__(self, site: Site, ranks_per_node: int, mark: str = "") -> None:
+        super().__init__(site, ranks_per_node, mark)
         said = quiet(["mpiexec", "--version"])
         text = said.stdout + said.stderr
         self.flavour = "openmpi" if re.search("Open ?MPI|OpenRTE", text) else "hydra" if "HYDRA" in text else "pals"
         if said.returncode == 127:
-            raise ConfigError("there is no mpiexec on the PATH; load the module of an MPI, e.g. with --setup='module load ...'")
+            raise LaunchError("there is no mpiexec on the PATH; load the module of an MPI, e.g. with --setup='module load ...'")
 
     def nodes(self) -> list[str]:
         """Every node of the allocation; PBS lists one once per processor."""
@@ -644,7 +663,8 @@ class Pbs(Starter):
         return next((node for node in self.nodes() if node.split(".")[0] == socket.gethostname().split(".")[0]), "")
 
     def tasks(self, nodes, ranks_per_node, argv, names, folder):
-        hosts = Path(folder, f"hosts-{self.attempts}-{'-'.join(nodes[:1])}")
+        self.started += 1
+        hosts = Path(folder, f"hosts-{self.started}")
         hosts.write_text("".join(f"{node}\n" for node in nodes))
         extra = self.site.start if ranks_per_node == self.ranks_per_node else ()
         total = ["-n", str(len(nodes) * ranks_per_node)]
@@ -663,8 +683,19 @@ class Pbs(Starter):
         for node in self.nodes() if shutil.which("pbsnodes") else ():
             match = re.search(r"^\s*state = (.*)$", quiet(["pbsnodes", node]).stdout, re.MULTILINE)
             if match and re.search("down|offline|unresolvable|unknown", match[1]):
-                found[node] = match[1].strip()
+                found[node] = f"PBS says {match[1].strip()}"
         return found
+
+
+def starter(scheduler: str, site: Site, options: argparse.Namespace, mark: str) -> Starter:
+    """Of the allocation that this process is in; options.nodes is set where it was left to it. Raises LaunchError."""
+    note_job_end()
+    made = {"slurm": Slurm, "pbs": Pbs}[scheduler](site, options.ranks_per_node, mark)
+    has = len(made.nodes())
+    options.nodes = options.nodes or max(1, has - options.spares)
+    if options.nodes > has:
+        raise LaunchError(f"--nodes {options.nodes}: the allocation has {has}")
+    return made
 
 
 # Of an MPI, if one started this: where it uses srun to reach the nodes, Slurm's says something else
@@ -673,11 +704,11 @@ RANK_FROM = ("PALS_RANKID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SL
 
 def task_environment() -> dict[str, str]:
     """In a task of srun or mpiexec: torchrun's variables of its rank, and its share of the threads. Ranks are numbered along the
-    nodes, so the local one follows from the rank. Raises ConfigError."""
+    nodes, so the local one follows from the rank. Raises LaunchError."""
     own = dict(os.environ)
     known = [own[name] for name in RANK_FROM if name in own]
     if not known or NODES_VAR not in own:
-        raise ConfigError(f"--task is for processes that srun or mpiexec start: none of {', '.join(RANK_FROM)} is set")
+        raise LaunchError(f"--task is for processes that srun or mpiexec start: none of {', '.join(RANK_FROM)} is set")
     rank, per_node = int(known[0]), int(own["LOCAL_WORLD_SIZE"])
     local = rank % per_node
     cores = len(os.sched_getaffinity(0))
@@ -687,23 +718,9 @@ def task_environment() -> dict[str, str]:
     own.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     seen = next((own[name] for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK") if own.get(name)), "")
     alone = seen and "," not in seen and per_node > 1  # the scheduler shows each task its own accelerator only
-    return own | {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(rank // per_node),
-                  "NANO1T_DEVICE": "0" if alone else str(local), RUN_VAR: f"{own[RUN_VAR]}/{rank}"}
-
-
-def node_of_task(rank: int) -> str:
-    """The node that this task runs on, as the scheduler calls it."""
-    nodes = os.environ[NODES_VAR].split(",")
-    return os.environ.get("SLURMD_NODENAME") or nodes[rank // int(os.environ["LOCAL_WORLD_SIZE"])]
-
-
-def note_exit(folder: Path, rank: int, code: int, said: str) -> None:
-    """Writes how a rank ended; seen whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)  # --resume=never may have moved it aside
-    text = json.dumps({"rank": rank, "node": node_of_task(rank), "code": code, "time": time.time(), "said": said})
-    hidden = folder / f".exit-{rank}"
-    hidden.write_text(text)
-    hidden.rename(folder / f"exit-{rank}.json")
+    node = own.get("SLURMD_NODENAME") or own[NODES_VAR].split(",")[rank // per_node]
+    return own | {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(rank // per_node), watch.NODE_VAR: node,
+                  "NANO1T_DEVICE": "0" if alone else str(local), RUN_VAR: f"{own[RUN_VAR]}/{rank}."}
 
 
 # ----------------------------------------------------------------------------------------------

@@ -23,38 +23,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import glob
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import cluster
-from errors import ConfigError
+import recover
+import watch
+from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,  # noqa: F401
+                    EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError)
+from cluster import JOB_END_VAR, RUN_VAR, kill_marked
+from recover import say
 
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
     import torch
 
-EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
-EXIT_UNHEALTHY = 70  # a check found what must not be: the last line of the log names it (EX_SOFTWARE)
-EXIT_NOT_SAVED = 74  # the last checkpoint could not be written, older ones are untouched (EX_IOERR)
-EXIT_DIVERGED = 65  # too many steps in a row were not finite or far off: see out/<run>/diverged.txt (EX_DATAERR)
-EXIT_STOPPED = 75  # stopped on request after a checkpoint: run again to continue (EX_TEMPFAIL of sysexits.h)
-
+RESUMABLE = ("train.py",)  # programs that tell their progress, and go on from a checkpoint when they are started again
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid
-PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
-TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
-ECHO_S = 0.5  # the same signal within this time is one request: timeout(1) and make signal both us and our group
-MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)  # how a process ends when the host has no more memory
-OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was out of memory: see out/hosts.jsonl for what was "
-                 "planned, use fewer ranks or more nodes, or lower --offload_fraction")
+KILL_PATIENCE_S = 30.0  # for the end of a killed process: one that the kernel holds may take longer, and is left to it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 # Variables between launcher and ranks, beyond those of torchrun
@@ -62,7 +60,6 @@ DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machi
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
 STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
 JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
-RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 
 
 # ----------------------------------------------------------------------------------------------
@@ -88,8 +85,6 @@ def place() -> Place:
     Raises ConfigError when they are incomplete, contradict each other or name a missing accelerator.
     """
     import torch
-
-    from model import ConfigError
 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given = {name: os.environ[name] for name in names if name in os.environ}
@@ -172,8 +167,6 @@ def setup(where: Place, timeout_s: float = 1800) -> None:
     import torch
     import torch.distributed as dist
 
-    from model import ConfigError
-
     # OMP_NUM_THREADS may be a list, one number per nesting level
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if threads and (not threads.isdecimal() or int(threads) < 1):
@@ -211,7 +204,8 @@ RANK_VARS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 def without_ranks() -> dict[str, str]:
     """This environment for a process that is no rank: it has nobody to meet."""
-    return {name: value for name, value in os.environ.items() if name not in (*RANK_VARS, DEVICE_VAR, MESSAGES_VAR)}
+    dropped = (*RANK_VARS, DEVICE_VAR, MESSAGES_VAR, watch.FOLDER_VAR, watch.NODE_VAR, watch.ATTEMPT_VAR, recover.BEGUN_VAR)
+    return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 def background(argv: list[str], output: str) -> subprocess.Popen:
@@ -228,12 +222,11 @@ def background(argv: list[str], output: str) -> subprocess.Popen:
 def run(main) -> int:
     """Exit code of main(argv), where None counts as 0. A ConfigError becomes one line on stderr and EXIT_CONFIG.
 
-    Any other exception propagates: then a peer may be waiting inside a collective, where leaving the process
-    group in good order could hang.
+    After any other exception a peer may be waiting inside a collective, where leaving the process group in good order could hang:
+    one that the launcher should know, as memory or space were wanting, gets its own code; the others propagate.
     """
-    from model import ConfigError
-
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before StopRequest exists: end at once, without a traceback
+    watch.PAGE.open()
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
@@ -243,6 +236,11 @@ def run(main) -> int:
         elif MESSAGES_VAR in os.environ:  # mostly the same as rank 0's; the launcher shows it when rank 0 had none
             line = f"rank {os.environ['RANK']}: error: {error}".replace("\n", " ") + "\n"
             os.write(int(os.environ[MESSAGES_VAR]), line.encode(errors="surrogateescape"))
+    except Exception as error:
+        if (code := code_of(error)) == EXIT_FAILED:
+            raise
+        traceback.print_exc()
+        return code
 
     import torch.distributed as dist
 
@@ -251,14 +249,27 @@ def run(main) -> int:
     return EXIT_OK if code is None else code
 
 
+def code_of(error: BaseException) -> int:
+    """Exit code for an exception: memory and space have their own. torch's allocator for the CPU raises a plain RuntimeError."""
+    import torch
+
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+            isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)):
+        return EXIT_OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EXIT_NO_SPACE
+    return EXIT_OUT_OF_MEMORY if isinstance(error, OSError) and error.errno == errno.ENOMEM else EXIT_FAILED
+
+
 def end_of_job(walltime_min: float = 0.0) -> float | None:
-    """Unix time at which the job will be killed, as Slurm says, or after walltime_min minutes (0: unlimited) from its start, or
+    """Unix time at which the job will be killed, as the scheduler says, or after walltime_min minutes (0: unlimited) from its start, or
     the launcher's; the earlier. None: never."""
     variables = (os.environ.get(name, "") for name in ("SLURM_JOB_START_TIME", STARTED_VAR))
     started = next((float(text) for text in variables if text.isdecimal()), time.time())
     ends = [started + 60 * walltime_min] if walltime_min else []
-    if (text := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        ends.append(float(text))
+    for name in ("SLURM_JOB_END_TIME", JOB_END_VAR):
+        if (text := os.environ.get(name, "")).isdecimal():
+            ends.append(float(text))
     return min(ends, default=None)
 
 
@@ -280,6 +291,7 @@ class StopRequest:
 
     def _note(self, number: int, _frame: object) -> None:
         self.requested = self.requested or signal.Signals(number).name
+        watch.PAGE.asked(number)
         self._interrupts += number == signal.SIGINT
         if number == signal.SIGINT and self._interrupts > 1:
             raise KeyboardInterrupt
@@ -290,10 +302,6 @@ class StopRequest:
 # ----------------------------------------------------------------------------------------------
 
 
-class LaunchError(Exception):
-    """A setting of the launcher that cannot work; the message names it, its value and the fix."""
-
-
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Options of the launcher and the command after `--`, which is passed on untouched."""
 
@@ -302,19 +310,51 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
         return int(text)
 
+    def whole(text: str) -> int:
+        if not text.isdecimal():
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
+        return int(text)
+
+    def pairs(names: list[str], kind: type, alone: str | None = None):
+        """Parser of "name=number,name=number"; a number alone means the name `alone`."""
+        def parse(text: str) -> dict:
+            found = {}
+            for item in text.split(","):
+                name, _, value = item.rpartition("=")
+                name = name or alone
+                try:
+                    found[name] = kind(value)
+                except ValueError:
+                    found[name] = -1
+                if name not in names or not 0 <= found[name] < float("inf"):
+                    raise argparse.ArgumentTypeError(f"{item!r} must be NAME=NUMBER with one of {', '.join(names)}")
+            return found
+        return parse
+
+    number, seconds = pairs(list(recover.BUDGETS), int), pairs(list(recover.TIMEOUTS), float, "step")
+
     parser = argparse.ArgumentParser(
         prog="launch.py",
         usage="python launch.py [options] -- train.py --key=value ...",
-        description="Start the ranks of a run on this machine.",
+        description="Start the ranks of a run on this machine, in an allocation, or through a queue.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=positive, help="nodes; simulated where there is no scheduler (default 1, or the allocation's)")
-    parser.add_argument("--spares", type=int, default=0, help="further nodes that wait to replace one that fails")
+    parser.add_argument("--nodes", type=positive, help="nodes of a run; simulated where there is no scheduler (default: those of the "
+                        "allocation, else 1)")
     parser.add_argument(
         "--ranks-per-node", type=positive, help=f"default: the accelerators present, {CPU_RANKS} where there are none"
     )
     parser.add_argument("--port", type=positive, help="TCP port where the ranks meet (default: a free one)")
     parser.add_argument("--threads", type=positive, help="CPU threads per rank (default: cores / ranks)")
+    parser.add_argument("--spares", type=whole, default=0, help="nodes beyond --nodes, to put in for bad ones (default 0)")
+    parser.add_argument("--retries", "--restarts", type=whole, help=f"restarts in all; 0: none (default: {recover.Limits.retries} for "
+                        f"{', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
+    parser.add_argument("--timeout", type=seconds, help="seconds without progress that make a hang: of a step, or by phase as in "
+                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)})")
+    parser.add_argument("--budget", type=number, default={}, help="restarts per cause and day, as in hang=3,killed=5 "
+                        f"(causes: {', '.join(recover.BUDGETS)})")
+    parser.add_argument("--backoff", type=float, default=recover.Limits.backoff_s, help="seconds before the first restart (default "
+                        f"{recover.Limits.backoff_s:g}); doubles while nothing comes of it")
     cluster.add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
@@ -359,9 +399,9 @@ def meeting_port(port: int | None) -> int:
         ) from None
 
 
-def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int | None) -> list[dict[str, str]]:
-    """One environment per rank: torchrun's variables, CPU threads, and the loopback interface for gloo."""
-    world = nodes * ranks_per_node
+def rank_environments(nodes: list[str], ranks_per_node: int, port: int, threads: int | None, mark: str) -> list[dict[str, str]]:
+    """One environment per rank: torchrun's variables, CPU threads, the loopback interface for gloo, and the mark."""
+    world = len(nodes) * ranks_per_node
     # What an outer torchrun left behind would change how init_process_group meets.
     base = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -374,13 +414,12 @@ def rank_environments(nodes: int, ranks_per_node: int, port: int, threads: int |
     # Without it gloo looks up the host's own name, which on laptops may not resolve or change with the network.
     if loopback := [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]:
         base.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    base.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
-    base[RUN_VAR] = f"{base.get(RUN_VAR, '')}/{os.getpid()}-{time.time_ns()}"  # nested: inside the outer run's mark
+    base[RUN_VAR] = mark
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_WORLD_SIZE": str(nodes)}
+    base |= {"LOCAL_WORLD_SIZE": str(ranks_per_node), "GROUP_WORLD_SIZE": str(len(nodes))}
     return [
         base
-        | {"RANK": str(rank), "GROUP_RANK": str(rank // ranks_per_node)}
+        | {"RANK": str(rank), "GROUP_RANK": str(rank // ranks_per_node), watch.NODE_VAR: nodes[rank // ranks_per_node]}
         | {"LOCAL_RANK": str(rank % ranks_per_node), DEVICE_VAR: str(rank)}
         for rank in range(world)
     ]
@@ -409,20 +448,20 @@ def kill_group(group: int) -> None:
 
 
 class Guard:
-    """A process that waits for the end of the launcher, and kills what a launcher killed by SIGKILL could not."""
+    """A process that waits for the end of the launcher, and kills and removes what a launcher killed by SIGKILL could not."""
 
-    def __init__(self, mark: str) -> None:
+    def __init__(self, mark: str, folders: list[Path]) -> None:
         read_end, self.pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.pipe)
-                self._watch(read_end, mark)
+                self._watch(read_end, mark, folders)
             finally:
                 os._exit(0)
         os.close(read_end)
 
-    def _watch(self, read_end: int, mark: str) -> None:
+    def _watch(self, read_end: int, mark: str, folders: list[Path]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
@@ -433,7 +472,9 @@ class Guard:
                 groups ^= {int(line)}
         for group in groups:
             kill_group(group)
-        cluster.kill_marked(mark)
+        kill_marked(mark)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def note(self, group: int) -> None:
         """Watch this process group; told a second time, stop watching it."""
@@ -474,20 +515,20 @@ class Inbox:
 
 
 class Ranks:
-    """The processes of a run: start them, pass signals on, wait for them, and keep the first failure."""
+    """The processes of one attempt on this machine."""
 
-    def __init__(self, inbox: Inbox, guard: Guard) -> None:
-        self.inbox, self.guard = inbox, guard
+    def __init__(self, guard: Guard, mark: str, folder: Path, pages: Path) -> None:
+        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog."""
+        self.guard, self.mark, self.folder, self.pages = guard, mark, folder, pages
+        self.node_of: dict[int, str] = {}
         self.running: dict[int, subprocess.Popen] = {}
-        self.codes: dict[int, int] = {}
-        self.failed: int | None = None  # the first rank that failed
-        self.failed_at = 0.0  # seconds on the monotonic clock
+        self.ended: dict[int, int] = {}
         self.oom_kills_before = oom_kills()
-        self.sent: dict[signal.Signals, float] = {}  # stop signals passed on, and when (monotonic seconds)
+        self.messages = tempfile.TemporaryFile()
 
-    def start(self, command: list[str], environments: list[dict[str, str]], messages: int) -> None:
-        """Start one process per environment; `messages` is a file descriptor that they inherit."""
-        die = None
+    def start(self, command: list[str], environments: list[dict[str, str]]) -> None:
+        """Start one process per environment."""
+        die, messages = None, self.messages.fileno()
         if sys.platform == "linux":
             libc, parent = ctypes.CDLL(None), os.getpid()  # loaded before the fork
 
@@ -495,6 +536,7 @@ class Ranks:
                 die_with_parent(libc, parent)
 
         for environment in environments:
+            rank = int(environment["RANK"])
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=environment | {MESSAGES_VAR: str(messages)},
@@ -503,79 +545,91 @@ class Ranks:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which forwards it once
                 preexec_fn=die,  # safe here: the launcher has one thread
             )
-            self.running[int(environment["RANK"])] = process
+            self.running[rank], self.node_of[rank] = process, environment[watch.NODE_VAR]
             self.guard.note(process.pid)
 
-    def wait(self) -> None:
-        """Return when every rank has ended."""
-        terminated = killed = False
-        while self.running:
-            since = time.monotonic() - self.failed_at if self.failed is not None else 0.0
-            if since >= PEER_GRACE_S and not terminated:
-                terminated = True
-                self.send(signal.SIGTERM)
-            if since >= PEER_GRACE_S + TERM_GRACE_S and not killed:
-                killed = True
-                self.kill()
-            due = PEER_GRACE_S + (TERM_GRACE_S if terminated else 0.0) - since
-            for number in self.inbox.wait(due if self.failed is not None and not killed else 60.0):
-                self.on_signal(number)
-            self.collect()
+    def poll(self, seconds: float) -> bool:
+        """Take the exit codes of the ranks that ended, and kill what they left in their process groups; True once all have."""
+        until = time.monotonic() + seconds
+        while True:
+            for rank, process in [pair for pair in self.running.items() if pair[1].poll() is not None]:
+                del self.running[rank]
+                self.ended[rank] = process.returncode
+                kill_group(process.pid)
+                self.guard.note(process.pid)
+                recover.write_exit(self.folder, rank, self.node_of[rank], process.returncode, self.pages,
+                                   oom_kills() > self.oom_kills_before)
+            if not self.running or time.monotonic() >= until:
+                return not self.running
+            time.sleep(0.01)
 
-    def on_signal(self, number: signal.Signals) -> None:
-        """Forward each stop signal once; the second SIGINT or SIGTERM kills."""
-        urgent = {signal.SIGINT, signal.SIGTERM}
-        now = time.monotonic()
-        if number in self.sent and now < self.sent[number] + ECHO_S:
-            return
-        if number in urgent and self.sent.keys() & urgent:
-            say(f"second request to stop ({number.name}): killing {len(self.running)} ranks")
-            self.kill()
-        elif number not in self.sent:
-            say(f"{number.name} passed on to {len(self.running)} ranks, to stop after a checkpoint; a second one kills")
-            self.sent[number] = now
-            self.send(number)
+    def codes(self) -> dict[int, int]:
+        """By rank, negative for a signal; of those that have ended."""
+        return dict(self.ended)
 
     def send(self, number: signal.Signals) -> None:
         for process in self.running.values():
             process.send_signal(number)
 
     def kill(self) -> None:
+        """SIGKILL; returns when nothing is left."""
         for process in self.running.values():
             kill_group(process.pid)
+        self.poll(KILL_PATIENCE_S)
+        kill_marked(self.mark)
+        self.tell()
 
-    def reap(self) -> list[int]:
-        """Take the exit codes of the ranks that ended, and kill what they left in their process groups."""
-        ended = {rank: process for rank, process in self.running.items() if process.poll() is not None}
-        for rank, process in ended.items():
-            del self.running[rank]
-            self.codes[rank] = process.returncode
-            kill_group(process.pid)
-            self.guard.note(process.pid)
-        return list(ended)
+    def tell(self) -> None:
+        """The first config error that a rank other than 0 has left, if rank 0 had none. Once."""
+        if self.messages.closed or self.running:
+            return
+        told = self.said()
+        if EXIT_CONFIG in self.ended.values() and self.ended.get(0) != EXIT_CONFIG and told:
+            say(told)
 
-    def collect(self) -> None:
-        """Take the exit codes of the ranks that ended, and tell the first failure."""
-        ended = self.reap()
-        failures = [rank for rank in ended if self.codes[rank] not in (EXIT_OK, EXIT_STOPPED)]
-        if failures and self.failed is None:
-            # Of those that ended at the same time, one killed by a signal is the cause, and a plain 1 is mostly
-            # the consequence (a lost connection).
-            self.failed = min(failures, key=lambda rank: (self.codes[rank] >= 0, self.codes[rank] == EXIT_FAILED, rank))
-            self.failed_at = time.monotonic()
-            code = self.codes[self.failed]
-            if code < 0:
-                say(f"rank {self.failed} was killed by signal {-code} ({signal_name(-code)})"
-                    + (OUT_OF_MEMORY if -code in MEMORY_SIGNALS and oom_kills() > self.oom_kills_before else ""))
-            elif code != EXIT_CONFIG:
-                say(f"rank {self.failed} ended with exit code {code}")
+    def said(self) -> str:
+        """The first config error of a rank other than 0. Once."""
+        self.messages.seek(0)
+        told = self.messages.read().decode(errors="replace").splitlines()
+        self.messages.close()
+        return told[0] if told else ""
 
-    def exit_code(self) -> int:
-        """That of the first rank that failed (128 + signal for a killed one), else EXIT_STOPPED if one stopped."""
-        if self.failed is not None:
-            code = self.codes[self.failed]
-            return 128 - code if code < 0 else code
-        return EXIT_STOPPED if EXIT_STOPPED in self.codes.values() else EXIT_OK
+
+class Local:
+    """Starts ranks on this machine, whose nodes are simulated: node0, node1, ..."""
+
+    def __init__(self, nodes: int, ranks_per_node: int, port: int | None, threads: int | None, guard: Guard, mark: str) -> None:
+        self.names, self.ranks_per_node = [f"node{n}" for n in range(nodes)], ranks_per_node
+        self.port, self.threads, self.guard, self.mark, self.attempts = port, threads, guard, mark, 0
+
+    def nodes(self) -> list[str]:
+        return self.names
+
+    def unusable(self) -> dict[str, str]:
+        return {}
+
+    def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Ranks:
+        """Raises LaunchError when there is no port for them to meet."""
+        self.attempts += 1
+        mark = f"{self.mark}.{self.attempts}."  # begins with the launch's
+        environments = rank_environments(nodes, self.ranks_per_node, meeting_port(self.port), self.threads, mark)
+        ranks = Ranks(self.guard, mark, folder, Path(environment[watch.FOLDER_VAR]))
+        ranks.start(command, [e | environment for e in environments])
+        return ranks
+
+    def on_each(self, nodes: list[str], argv: list[str], timeout_s: float) -> dict[str, tuple[int, bytes]]:
+        """Runs a command once per node, all at the same time: (exit code, output) of those that ended in time."""
+        started = {node: subprocess.Popen(argv, env=without_ranks() | {watch.NODE_VAR: node}, stdin=subprocess.DEVNULL,
+                                          stdout=subprocess.PIPE) for node in nodes}
+        until, done = time.monotonic() + timeout_s, {}
+        for node, process in started.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+                done[node] = process.returncode, output
+            if node not in done:
+                process.kill()
+                process.communicate()
+        return done
 
 
 def oom_kills() -> int:
@@ -585,104 +639,96 @@ def oom_kills() -> int:
     return 0
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in list(signal.Signals) else "real-time signal"
-
-
-def say(text: str) -> None:
-    """One line on stderr; a closed terminal must not keep us from ending the ranks."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+def memory_folder() -> Path:
+    """Where files lie in memory, if there is such a place."""
+    return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def run_task(folder: Path, command: list[str]) -> int:
-    """This process as a task of srun or mpiexec: starts its one rank, passes signals on, leaves nothing behind, and writes how the
-    rank ended. Always 0, or the others' tasks would be ended by srun or mpiexec."""
+    """This process as a task of srun or mpiexec: starts its one rank, passes signals on to it, writes how it ended, and leaves
+    nothing behind. Always 0, or srun or mpiexec would end the other tasks."""
     environment = cluster.task_environment()
-    rank = int(environment["RANK"])
+    pages, mark = Path(environment[watch.FOLDER_VAR]), environment[RUN_VAR]
     inbox = Inbox()
-    guard = Guard(environment[RUN_VAR])
-    ranks = Ranks(inbox, guard)
-    with tempfile.TemporaryFile() as messages:
-        try:
-            ranks.start(command, [environment], messages.fileno())
-            while ranks.running:
-                for number in inbox.wait(60):
-                    ranks.send(number)
-                ranks.reap()
-        finally:
-            ranks.kill()
-            guard.close()
-            messages.seek(0)
-            said = messages.read().decode(errors="replace").strip()
-            cluster.note_exit(folder, rank, ranks.codes.get(rank, -signal.SIGKILL), said)
+    guard = Guard(mark, [])
+    ranks = Ranks(guard, mark, folder, pages)
+    try:
+        ranks.start(command, [environment])
+        while not ranks.poll(0):
+            for number in inbox.wait(60):
+                ranks.send(number)
+        if said := ranks.said():
+            (folder / f"said-{environment['RANK']}.txt").write_text(said + "\n")
+    finally:
+        ranks.kill()
+        guard.close()
+        with contextlib.suppress(OSError):  # until the node's last task has ended it is not empty
+            pages.rmdir()
+            pages.parent.rmdir()
     return EXIT_OK
 
 
-def start_on_cluster(scheduler: str, options: argparse.Namespace, command: list[str]) -> int:
-    """Inside an allocation."""
+def supervision(options: argparse.Namespace, command: list[str], folder: Path, pages: Path) -> recover.Options:
+    """How the run is watched and restarted. A program that tells no progress is neither, unless it is asked for."""
+    resumable = os.path.basename(command[0]) in RESUMABLE
+    retries = options.retries if options.retries is not None else recover.Limits.retries if resumable else 0
+    limits = recover.Limits(retries, recover.BUDGETS | options.budget, backoff_s=options.backoff)
+    watched = resumable or options.timeout is not None or bool(options.retries)
+    return recover.Options(options.nodes, folder, pages, limits, recover.TIMEOUTS | (options.timeout or {}), watched, end_of_job())
+
+
+def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster.Site] | int:
+    """(scheduler of the allocation that this is, its site), or the exit code of a job's submission. Fills in what options leave to
+    the place. Raises LaunchError."""
+    scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
     site = cluster.site_of(options)
-    per_node = options.ranks_per_node or site.ranks_per_node or count_accelerators() or CPU_RANKS
-    starter = {"slurm": cluster.Slurm, "pbs": cluster.Pbs}[scheduler](site, per_node)
-    cluster.note_job_end()
-    folder = Path("out", cluster.run_name(command))
-    chain = cluster.Chain(scheduler, options, folder)
-    nodes = starter.nodes()
-    inbox = Inbox()
-    step = starter.start(nodes[: options.nodes], command, {}, folder / "attempts" / "0")
-    while not step.poll(0):
-        for number in inbox.wait(1.0):
-            step.send(number)
-    codes = step.codes()
-    say(f"{codes} {step.said()}")
-    code = max(codes.values(), default=1)
-    chain.end(code)
-    return code
+    if scheduler != "none" and not inside:
+        options.nodes = options.nodes or 1
+        return cluster.submit(scheduler, site, options, argv)
+    options.ranks_per_node = options.ranks_per_node or site.ranks_per_node
+    if not options.ranks_per_node:
+        present, simulated = count_accelerators(), 1 if inside else options.nodes or 1
+        options.ranks_per_node = max(1, present // simulated) if present else CPU_RANKS
+    if not inside:
+        options.nodes = options.nodes or 1
+        meeting_port(options.port)
+    return scheduler, site
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code of the run."""
     argv = sys.argv[1:] if argv is None else argv
     options, command = parse(argv)
-    if options.task:
-        return run_task(Path(options.task), command)
     try:
-        scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
-        if scheduler != "none" and not inside and options.nodes:
-            site = cluster.site_of(options)
-            options.ranks_per_node = options.ranks_per_node or site.ranks_per_node or CPU_RANKS
-            return cluster.submit(scheduler, site, options, options.nodes + options.spares, argv)
-        if inside:
-            return start_on_cluster(scheduler, options, command)
-    except (ConfigError, LaunchError) as error:
-        say(f"error: {error}")
-        return EXIT_CONFIG
-    options.nodes = options.nodes or 1
-    try:
-        ranks_per_node = options.ranks_per_node
-        if ranks_per_node is None:
-            present = count_accelerators()
-            ranks_per_node = max(1, present // options.nodes) if present else CPU_RANKS
-        port = meeting_port(options.port)
+        if options.task:
+            return run_task(Path(options.task), command)
+        place = place_of(options, argv)
     except LaunchError as error:
         say(f"error: {error}")
         return EXIT_CONFIG
-    environments = rank_environments(options.nodes, ranks_per_node, port, options.threads)
+    if isinstance(place, int):
+        return place
+    scheduler, site = place
+    os.environ.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
+    name = f"{os.getpid()}-{time.time_ns()}"
+    mark = f"{os.environ.get(RUN_VAR, '')}/{name}"  # nested: inside the outer run's mark
+    folder = Path(tempfile.mkdtemp(prefix="nano1t-")) if scheduler == "none" else cluster.shared_folder(command, name)
+    pages = memory_folder() / f"nano1t-{name}"
     inbox = Inbox()
-    guard = Guard(environments[0][RUN_VAR])
-    ranks = Ranks(inbox, guard)
-    with tempfile.TemporaryFile() as messages:
-        try:
-            ranks.start(command, environments, messages.fileno())
-            ranks.wait()
-        finally:
-            ranks.kill()
-            guard.close()
-        messages.seek(0)
-        told = messages.read().decode(errors="replace").splitlines()
-    if EXIT_CONFIG in ranks.codes.values() and ranks.codes.get(0) != EXIT_CONFIG and told:
-        say(told[0])
-    return ranks.exit_code()
+    guard = Guard(mark, [folder, pages])
+    try:
+        if scheduler == "none":
+            starter = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
+            return recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+        starter = cluster.starter(scheduler, site, options, mark)
+        with cluster.chained(scheduler, options, command) as chain:
+            chain.code = recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+        return chain.code
+    except LaunchError as error:
+        say(f"error: {error}")
+        return EXIT_CONFIG
+    finally:
+        guard.close()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from torch.autograd import Function
 
 from model import ConfigError, Model, expert_shapes, init_std, layer_shapes, nothing, param_shapes
 from offload import Copies, homes, label
+from watch import PAGE
 
 # ------------------------------------------------------------------------------------------------------------------
 # Grid
@@ -207,18 +208,23 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 class Pending:
     """A collective in flight. It keeps input, output and handle alive until `wait`, which returns the result: what
-    result() makes, or else the last of `keep`."""
+    result() makes, or else the last of `keep`. entry: on the watchdog's page."""
 
-    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None):
-        self.purpose, self._work, self._keep, self._result = purpose, work, keep, result
+    def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None, entry: list | None = None):
+        self.purpose, self._work, self._keep, self._result, self._entry = purpose, work, keep, result, entry
 
     def wait(self) -> Tensor:
         if WIRE.trace is not None and self._work is not None:
             WIRE.trace.append(("wait", self.purpose))
         if self._work is not None:
+            if self._entry:
+                PAGE.waits(self._entry)
             start = time.perf_counter()
             self._work.wait()
             waited_s = time.perf_counter() - start
+            PAGE.waited()
+            if self._entry and (device := self._keep[0].device).type != "cpu":
+                PAGE.passes(self._entry, torch.accelerator.current_stream(device).record_event())
             WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
@@ -252,6 +258,9 @@ class PoisonedWork:
         out.copy_(self.hidden)
         poison(self.hidden)
 
+    def is_completed(self) -> bool:
+        return False  # until wait
+
 
 def poison(x: Tensor):
     """NaN, also where the bytes are fp8 (0xFF is NaN in E4M3 and in fp32)."""
@@ -263,8 +272,10 @@ def start(kind: str, op, x: Tensor, out: Tensor, group: Group, purpose: str, sen
     WIRE.started(kind, group, purpose, sent)
     if WIRE.record is not None:
         return Pending(purpose, WIRE.record(kind, group, purpose, sent, x, out), (x, out), None)
+    entry = PAGE.launches(group.name, purpose)
     work = op(out, x) if WIRE.poison is None else PoisonedWork(op, x, out)
-    return Pending(purpose, work, (x, out), None)
+    PAGE.launched(entry, work)
+    return Pending(purpose, work, (x, out), None, entry)
 
 
 def all_gather(x: Tensor, group: Group, purpose: str) -> Pending:
@@ -296,6 +307,9 @@ class SendToEach:
     def wait(self):
         for work in self.works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:

@@ -8,6 +8,7 @@
 Reads top to bottom: hyperparameters, the schedule of a step with every collective in it, the loop.
 """
 
+import atexit
 import dataclasses
 import difflib
 import errno
@@ -24,6 +25,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +33,12 @@ import torch
 from torch import Tensor
 
 import checkpoint
+import cluster
 import data
 import health
 import launch
 import optim
+import recover
 from model import (Balance, ConfigError, Model, Recorded, Route, Segments, block, count_params, embed_grad, embed_tokens,
                    flops_per_token, head_loss, model_of, move_bias, rope_cache, uses_rope)
 from order import BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, check_boundary, dealt, key_cost
@@ -43,6 +47,7 @@ from offload import (GIB, Copies, Inputs, Tracker, check_hosts, describe, host_m
 from parallel import (WIRE, Grid, State, Transport, advance, all_reduce, check_transport, combine_tokens, dispatch_tokens, exchange,
                       fill_own, gather, grid_shape, grid_warnings, init_state, layer_buckets, make_buckets, make_grid, reduce, share_texts,
                       squared_norm, start_refresh, together)
+from watch import PAGE, PHASES, replace_json, tell_launcher
 
 SCHEDULES = ("cosine", "constant", "wsd", "ramp")
 
@@ -572,6 +577,9 @@ class Output:
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
         self.asked = 0  # step after which someone wants a checkpoint
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
+        self.told = {"steps": hp.steps}  # to the launcher
+        self.useful_s = 0.0  # of the steps of this launch that count, those of earlier attempts too
+        self.started = float(os.environ.get(launch.STARTED_VAR, time.time()))  # the launch
 
     def lock(self):
         """Claims the run for this process until it ends; raises ConfigError if another has it, or if out/ cannot be written."""
@@ -583,6 +591,9 @@ class Output:
             if self.path.exists() and not self.path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "is not a directory")
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = self.path.with_name(f".{self.path.name}.owner")
+            cluster.claim(owner, f"--run={self.hp.run}")
+            atexit.register(cluster.release, owner)
         except BlockingIOError:
             raise ConfigError(f"--run={self.hp.run}: another process is training this run; wait for it, end it, or use another "
                               "--run") from None
@@ -600,6 +611,9 @@ class Output:
         if step and (self.path / "progress.json").exists():
             before = json.loads((self.path / "progress.json").read_text())
             self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
+        begun = int(os.environ.get(recover.BEGUN_VAR, step))
+        self.useful_s = sum(line["step_s"] for line in self.metrics_so_far() if line["step"] > begun)
+        self.told |= {"run": str(self.path.absolute()), "from": step}
         self.log_file = open(self.path / "log.txt", "a", buffering=1)
         self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
         total, active = count_params(m)
@@ -628,11 +642,27 @@ class Output:
             print(text, flush=True)
         (self.log_file.write if self.log_file else self.early.append)(text + "\n")
 
+    def metrics_so_far(self) -> list[dict]:
+        path = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
     def progress(self, step: int, phase: str):
+        """What this rank is doing, for the watchdog; of rank 0 for the launcher and for people."""
+        PAGE.phase(phase if phase in PHASES else "end", step)
         if self.active:
-            tmp = self.path / ".progress.json"
-            tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
-            tmp.rename(self.path / "progress.json")
+            self.told |= {"step": step, "phase": phase, "time": time.time()}
+            tell_launcher(self.told)
+            if self.log_file:
+                replace_json(self.path / "progress.json", self.told)
+
+    def step_ended(self, step: int, times: list[float], end_of_job: float | None) -> dict:
+        """Part of the time since the launch that went into steps that count. times: of this process's steps, in seconds."""
+        self.useful_s += times[-1]
+        goodput = self.useful_s / max(time.time() - self.started, self.useful_s)
+        self.told |= {"step_s": median(times[-20:]), "useful_s": self.useful_s, "end": end_of_job}
+        self.told.setdefault("first_step", time.time())
+        self.progress(step, "step")
+        return {"goodput": goodput}
 
     def save_wanted(self, step: int) -> bool:
         """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
@@ -856,12 +886,16 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
     as it was written; those that are not are set aside, once a good one has been found."""
     root, device = out.path / "ckpt", where.device
 
-    def choose() -> list[str]:
-        if hp.resume != "auto" or not out.active:
-            return [] if hp.resume == "never" else [hp.resume]
-        return [p.name for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
+    def choose() -> tuple[str, list[str]]:
+        resume = hp.resume
+        if recover.BEGUN_VAR in os.environ and out.active and (resume == "never" or checkpoint.complete(root)):
+            resume = "auto"  # an earlier attempt of this launch has done as it says, and has gone on from there
+        if resume != "auto" or not out.active:
+            return resume, [] if resume == "never" else [resume]
+        return resume, [p.name for p in checkpoint.candidates(root)[:10]]  # so many damaged ones in a row are no accident
 
-    names = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    resume, names = json.loads(share_texts(json.dumps(together(choose, grid, device)), grid, device)[0])
+    hp = dataclasses.replace(hp, resume=resume)
     if hp.resume == "never" and out.active and out.path.exists():
         aside = out.path.rename(out.path.with_name(f"{out.path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
         out.log(f"--resume=never: the run that was in {out.path} is now in {aside}")
@@ -891,7 +925,9 @@ def run_of(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, wh
     device, hp = where.device, rows_of_run(hp, asked, found, where.world)
     stages = declared(hp)
     check_memory(dataclasses.replace(hp, seq_len=max(stage.seq_len for stage in stages)), m, grid, where, out)
+    out.progress(found.get("step", 0), "data")
     blends = prepare_stages(hp, stages, grid, device, out.log)
+    out.progress(found.get("step", 0), "init")
     pinned = pin(stages, blends, read_stages(hp.stages))
     if found:
         check_same_run(found, hp, m, pinned, chosen, out.log)
@@ -931,6 +967,7 @@ def main(argv: list[str]) -> int:
     asked = parse(argv)
     hp, m = resolve(asked, where)
     out = Output(hp, where)
+    out.progress(0, "init")
     launch.setup(where)
     device, transport = where.device, transport_of(hp)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, hp.replicas, m,
@@ -979,6 +1016,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
     inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
+    out.progress(step, "compile")
     while step < last:
         clock = Clock(device)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
@@ -1011,8 +1049,10 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
+            out.progress(step, "eval")
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
+        measured |= out.step_ended(step, times, end_of_job)
         report(run, step, measured, flops[number], times)
         if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
@@ -1020,9 +1060,11 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
         news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
         if step == last or told.stopping or save_due and not watch.skips.streak:
+            out.progress(step, "checkpoint")
             copies.finish()
             meta = {**run.meta, "row": order.rows_before(step), "health": watch.state()}
             news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan))), False
+            out.progress(step, "step")
         if told.stopping:
             break
     loader.close()
@@ -1196,7 +1238,6 @@ def report(run: Run, step: int, measured: dict, flops: float, times: list[float]
     tok_s, peak = tokens / step_s, launch.peak_flops(run.device)
     out.metrics({"step": step, "tokens": run.order.tokens_before(step), **measured, "tok_s": tok_s, "tok_s_gpu": tok_s / world,
                  "mfu": tok_s / world * flops / peak if peak else None, **peak_memory(run.device)})
-    out.progress(step, "step")
     recent = sorted(times[-20:])[len(times[-20:]) // 2]
     held_out = f"  held-out {measured['val_loss']:.4f}" if "val_loss" in measured else ""
     out.log(f"step {step}/{hp.steps}  loss {measured['loss']:.4f}  norm {measured['grad_norm']:.3f}  lr {measured['lr']:.2e}  "
