@@ -621,10 +621,13 @@ def answer_of(output: bytes) -> dict:
 
 class Slurm(Starter):
     def nodes(self) -> list[str]:
-        """Every node of the allocation, in Slurm's order."""
-        answer = quiet(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
+        """Every node that the allocation had at its start, in Slurm's order."""
+        return self.hostnames(os.environ["SLURM_JOB_NODELIST"])
+
+    def hostnames(self, text: str) -> list[str]:
+        answer = quiet(["scontrol", "show", "hostnames", text])
         if answer.returncode:
-            raise LaunchError(f"scontrol cannot list the nodes of job {job_id()}: {last_line(answer.stderr)}")
+            raise LaunchError(f"scontrol cannot list the nodes {text} of job {job_id()}: {last_line(answer.stderr)}")
         return answer.stdout.split()
 
     def here(self) -> str:
@@ -638,7 +641,10 @@ class Slurm(Starter):
 
     def down(self) -> dict[str, str]:
         answer = quiet(["sinfo", "-h", "-N", "-n", os.environ["SLURM_JOB_NODELIST"], "-o", "%N|%T|%E"])
-        found = {}
+        found, left = {}, quiet(["squeue", "-h", "-j", job_id(), "-o", "%N"])
+        if left.returncode == 0 and left.stdout.strip():  # one that failed is taken out, and may be up again by now
+            mine = self.hostnames(left.stdout.strip())
+            found = {node: "Slurm has taken it out of the job" for node in self.nodes() if node not in mine}
         for node, state, reason in (line.split("|", 2) for line in answer.stdout.splitlines()):
             # a draining node keeps its jobs until they end
             if state.endswith("*") or re.match("down|drained|fail|error|power|unknown", state):
