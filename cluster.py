@@ -30,8 +30,10 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import hosts
+import stage
 import watch
-from errors import EXIT_CONFIG, EXIT_FAILED, EXIT_STOPPED, ConfigError, LaunchError
+from errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError
 
 HERE = Path(__file__).resolve().parent
 STARTER_VAR = "NANO1T_SCHEDULER"  # default of --scheduler
@@ -146,6 +148,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--submit-options", metavar="TEXT", help="options of sbatch or qsub, instead of the site's")
     group.add_argument("--start-options", metavar="TEXT", help="options of srun or mpiexec, instead of the site's")
     group.add_argument("--membind", metavar="NODES", help="NUMA nodes for host memory, instead of the site's; empty: any")
+    group.add_argument("--no-node-check", dest="node_check", action="store_false",
+                       help="do not look at the nodes before the start, nor test them in pairs after a failure")
+    group.add_argument("--stage", default="", metavar="FOLDER", help="copy the environment to this local folder of each node, e.g. /tmp")
     group.add_argument("--task", help=argparse.SUPPRESS)  # this process is one rank's, started by srun or mpiexec
 
 
@@ -526,6 +531,7 @@ class Starter:
         """mark: of the launch, at the beginning of that of every attempt."""
         self.site, self.ranks_per_node, self.mark = site, ranks_per_node, mark
         self.unfit: dict[str, str] = {}  # nodes that failed the check at the start, and why
+        self.python = sys.executable  # of the ranks
         self.started = 0  # command lines
 
     def nodes(self) -> list[str]:
@@ -554,17 +560,17 @@ class Starter:
             raise LaunchError(f"--membind={self.site.membind}: there is no numactl on the PATH; load its module with --setup, or "
                               "use --membind= (empty)")
         everything = {k: v for k, v in os.environ.items() if k not in (*TASK_VARS, *RANK_FROM)} | mine
-        task = [*bind, sys.executable, str(HERE / "launch.py"), "--task", str(folder.absolute()), "--", *command]
+        task = [*bind, self.python, str(HERE / "launch.py"), "--task", str(folder.absolute()), "--", *command]
         argv = self.tasks(nodes, self.ranks_per_node, task, list(everything), folder)
         return Step(self, spawn(argv, everything), nodes, folder, mark)
 
     def meeting(self, node: str) -> tuple[str, int]:
         """Address and free port of the node where rank 0 will run."""
         if node == self.here():
-            found = {"host": socket.gethostname(), "port": free_port()}
+            found = {"host": socket.gethostname(), "port": hosts.free_port()}
         else:
-            code, output = self.on_each([node], [sys.executable, str(HERE / "cluster.py"), "meet"], 60)[node]
-            found = answer_of(output) if code == 0 else {"host": node, "port": random.randrange(*PORTS)}
+            answer = self.on_each([node], [sys.executable, str(HERE / "cluster.py"), "meet"], 60)[node]
+            found = hosts.answer_of(*answer) or {"host": node, "port": random.randrange(*hosts.PORTS)}
         return (node.split(".")[0] + self.site.suffix if self.site.suffix else found["host"]), found["port"]
 
     def on_each(self, nodes: list[str], argv: list[str], timeout_s: float) -> dict[str, tuple[int, bytes]]:
@@ -591,32 +597,17 @@ class Starter:
                 time.sleep(0.02)
         return {node: done[node] for node in nodes}
 
+    def broadcast(self, archive: str, path: str) -> list[str] | None:
+        """The command that copies a file to all nodes, where there is one."""
+        return None
+
     def down(self) -> dict[str, str]:
+        """Nodes that the scheduler cannot use, in its words."""
         raise NotImplementedError
 
     def unusable(self) -> dict[str, str]:
         """Nodes that the scheduler calls down or drained, and those that failed the check at the start, with the reason."""
         return self.unfit | self.down()
-
-
-PORTS = (20000, 32000)  # below what systems give to outgoing connections
-
-
-def free_port(first: int | None = None) -> int:
-    """A TCP port that is free on this machine, on both families of addresses. Raises LaunchError."""
-    start = first if first is not None else random.randrange(*PORTS)
-    for port in (PORTS[0] + (start + i) % (PORTS[1] - PORTS[0]) for i in range(PORTS[1] - PORTS[0])):
-        dual = socket.has_dualstack_ipv6()
-        family, host = (socket.AF_INET6, "::") if dual else (socket.AF_INET, "0.0.0.0")
-        with contextlib.suppress(OSError), socket.create_server((host, port), family=family, dualstack_ipv6=dual):
-            return port
-    raise LaunchError(f"no free TCP port between {PORTS[0]} and {PORTS[1]} on {socket.gethostname()}")
-
-
-def answer_of(output: bytes) -> dict:
-    """The last line that is an object: modules and libraries print what they like before."""
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith("{")]
-    return json.loads(lines[-1])
 
 
 class Slurm(Starter):
@@ -632,6 +623,9 @@ class Slurm(Starter):
 
     def here(self) -> str:
         return os.environ.get("SLURMD_NODENAME", "")
+
+    def broadcast(self, archive: str, path: str) -> list[str] | None:
+        return ["sbcast", "--force", archive, path]
 
     def tasks(self, nodes, ranks_per_node, argv, names, folder):
         extra = self.site.start if ranks_per_node == self.ranks_per_node else ()
@@ -670,18 +664,18 @@ class Pbs(Starter):
 
     def tasks(self, nodes, ranks_per_node, argv, names, folder):
         self.started += 1
-        hosts = Path(folder, f"hosts-{self.started}")
-        hosts.write_text("".join(f"{node}\n" for node in nodes))
+        hostfile = Path(folder, f"hosts-{self.started}")
+        hostfile.write_text("".join(f"{node}\n" for node in nodes))
         extra = self.site.start if ranks_per_node == self.ranks_per_node else ()
         total = ["-n", str(len(nodes) * ranks_per_node)]
         names = [n for n in names if n.isidentifier() and not re.match("OMPI_|PMIX_|PMI_|PALS_|HYDI?_|BASH_FUNC", n)]
         if self.flavour == "hydra":
-            options = [*total, "-ppn", str(ranks_per_node), "-f", str(hosts), "-genvlist", ",".join(names)]
+            options = [*total, "-ppn", str(ranks_per_node), "-f", str(hostfile), "-genvlist", ",".join(names)]
         elif self.flavour == "openmpi":
-            options = [*total, "--map-by", f"ppr:{ranks_per_node}:node:OVERSUBSCRIBE", "--bind-to", "none", "--hostfile", str(hosts),
+            options = [*total, "--map-by", f"ppr:{ranks_per_node}:node:OVERSUBSCRIBE", "--bind-to", "none", "--hostfile", str(hostfile),
                        *(word for name in names for word in ("-x", name))]
         else:
-            options = [*total, "--ppn", str(ranks_per_node), "--hostfile", str(hosts), "--envall"]
+            options = [*total, "--ppn", str(ranks_per_node), "--hostfile", str(hostfile), "--envall"]
         return ["mpiexec", *options, *extra, *argv]
 
     def down(self) -> dict[str, str]:
@@ -702,6 +696,38 @@ def starter(scheduler: str, site: Site, options: argparse.Namespace, mark: str) 
     if options.nodes > has:
         raise LaunchError(f"--nodes {options.nodes}: the allocation has {has}")
     return made
+
+
+def prepare(starter: Starter, options: argparse.Namespace, command: list[str]) -> None:
+    """Before the first attempt: nodes that miss something are left out, and the environment goes to the others' disks. Raises
+    LaunchError if too few are left."""
+    down = starter.down()
+    nodes = [node for node in starter.nodes() if node not in down]
+    if options.node_check:
+        planned = hosts.planned_memory(Path("out", "hosts.jsonl"), run_name(command))
+        _, starter.unfit = hosts.check_start(starter.on_each, nodes, starter.ranks_per_node, planned)
+    if options.stage:
+        nodes = [node for node in nodes if node not in starter.unfit]
+        report = stage.stage(Path(sys.prefix), options.stage, nodes, starter.on_each, starter.broadcast, minimum=options.nodes)
+        starter.python = report.python
+        starter.unfit |= {node: f"the environment could not be copied there: {why}" for node, why in report.failed.items()}
+        say(f"environment copied to {len(nodes) - len(report.failed)} of {len(nodes)} nodes in {report.seconds:.1f} s: {report.python}")
+    for node, why in starter.unfit.items():
+        say(f"node {node} is left out: {why}")
+
+
+def node_check(starter: Starter):
+    """For the restart loop: nodes among an attempt's that fail a check, and why. Idle nodes help as partners."""
+    def check(nodes: list[str]) -> dict[str, str]:
+        lost = starter.unusable()
+        bad = hosts.check_nodes(starter.on_each, [node for node in starter.nodes() if node not in lost], starter.ranks_per_node)
+        return {node: why for node, why in bad.items() if node in nodes}
+
+    return check
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # Of an MPI, if one started this: where it uses srun to reach the nodes, Slurm's says something else
@@ -734,12 +760,47 @@ def task_environment() -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------
 
 
+def check_allocation() -> int:
+    """Checks every node of this allocation; exit code 0, or EXIT_UNHEALTHY if some are bad. Raises LaunchError."""
+    scheduler, inside = detect("auto", submitting=False)
+    if not inside:
+        raise LaunchError("check-nodes: this is no allocation; get one with salloc or qsub -I")
+    starter = {"slurm": Slurm, "pbs": Pbs}[scheduler](SITES.get(os.environ.get(SITE_VAR, ""), Site()), 1)
+    nodes, down = starter.nodes(), starter.down()
+    bad = down | hosts.check_nodes(starter.on_each, [node for node in nodes if node not in down], starter.site.ranks_per_node or 1)
+    for node in nodes:
+        print(f"{node}: {bad.get(node, 'good')}")
+    return EXIT_UNHEALTHY if bad else EXIT_OK
+
+
+def show_sites() -> None:
+    for name, site in SITES.items():
+        print(f"{name}: {site.source}")
+        for key in ("scheduler", "ranks_per_node", "setup", "submit", "start", "membind", "suffix"):
+            if value := getattr(site, key):
+                print(f"    {key:<15} {' | '.join(value) if isinstance(value, tuple) else value}")
+        for variable, value in site.environment.items():
+            print(f"    {variable}={value}")
+
+
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["meet"]:
-        print(json.dumps({"host": socket.gethostname(), "port": free_port()}))
-    elif argv[:1] == ["sweep"]:
-        kill_marked(argv[1])
-    return 0
+    try:
+        match argv:
+            case ["check-nodes"]:
+                return check_allocation()
+            case ["sites"]:
+                show_sites()
+            case ["meet"]:  # on a node, by the launcher
+                print(json.dumps({"host": socket.gethostname(), "port": hosts.free_port()}))
+            case ["sweep", mark]:
+                kill_marked(mark)
+            case _:
+                print(__doc__, file=sys.stderr)
+                return EXIT_CONFIG
+    except LaunchError as error:
+        say(f"error: {error}")
+        return EXIT_CONFIG
+    return EXIT_OK
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ import watch
 from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,  # noqa: F401
                     EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError)
 from cluster import JOB_END_VAR, RUN_VAR, kill_marked
+from hosts import DEVICE_FILES
 from recover import say
 
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
@@ -372,8 +373,7 @@ def count_accelerators() -> int:
     Only torch knows (drivers, visibility variables, its own build), but importing it takes seconds, so it is asked
     only where a device file exists, and in a process of its own: the launcher stays single-threaded, so it can fork.
     """
-    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD*")
-    if not any(glob.glob(pattern) for pattern in files):
+    if not any(glob.glob(pattern) for pattern in DEVICE_FILES):
         return 0
     code = "import sys; sys.path.insert(0, sys.argv[1]); import launch; print(launch.accelerator()[2])"
     asked = subprocess.run(
@@ -722,7 +722,10 @@ def main(argv: list[str] | None = None) -> int:
             return recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
         starter = cluster.starter(scheduler, site, options, mark)
         with cluster.chained(scheduler, options, command) as chain:
-            chain.code = recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+            cluster.prepare(starter, options, command)
+            settings = supervision(options, command, folder, pages)
+            settings.check = cluster.node_check(starter) if options.node_check else None
+            chain.code = recover.supervise(starter, command, settings, inbox)
         return chain.code
     except LaunchError as error:
         say(f"error: {error}")
