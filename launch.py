@@ -231,17 +231,20 @@ def run(main) -> int:
     try:
         code = main(sys.argv[1:])
     except ConfigError as error:
-        code = EXIT_CONFIG
+        watch.PAGE.ends(code := EXIT_CONFIG)
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         elif MESSAGES_VAR in os.environ:  # mostly the same as rank 0's; the launcher shows it when rank 0 had none
             line = f"rank {os.environ['RANK']}: error: {error}".replace("\n", " ") + "\n"
             os.write(int(os.environ[MESSAGES_VAR]), line.encode(errors="surrogateescape"))
     except Exception as error:
-        if (code := code_of(error)) == EXIT_FAILED:
+        watch.PAGE.ends(code := code_of(error))
+        if code == EXIT_FAILED:
             raise
         traceback.print_exc()
         return code
+    if code not in (None, EXIT_OK, EXIT_STOPPED):
+        watch.PAGE.ends(code)
 
     import torch.distributed as dist
 

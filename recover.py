@@ -27,7 +27,7 @@ from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_
 
 BEGUN_VAR = "NANO1T_BEGUN"  # step from which this launch's first attempt started: a later one goes on from its checkpoints
 PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
-TERM_GRACE_S = 10.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
+TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
 ECHO_S = 0.5  # the same signal within this time is one request: timeout(1) and make signal both us and our group
 POLL_S = 0.5  # between looks at the progress
 MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)  # how a process ends when the host has no more memory
@@ -94,7 +94,7 @@ def write_exit(folder: Path, rank: int, node: str, code: int, pages: Path | None
     """On the node of a rank that has ended: what is known of it, where the launcher finds it. Its page goes."""
     file = pages and watch.page_file(pages, rank)
     page = file and watch.read(file)
-    kept = page and {"step": page.step, "phase": page.phase, "asked": page.asked, "memory": page.memory, "launched": page.launched}
+    kept = page and {name: getattr(page, name) for name in ("step", "phase", "asked", "memory", "launched", "ends", "ends_at")}
     watch.replace_json(folder / f"exit-{rank}.json", asdict(Exit(rank, node, code, time.time(), out_of_memory, kept)))
     for name in (file, file and file.with_suffix(".stacks")):
         if name:
@@ -106,13 +106,27 @@ def read_exits(folder: Path) -> dict[int, Exit]:
     return {exit.rank: exit for exit in found}
 
 
+def by_themselves(e: Evidence) -> list[Exit]:
+    """How ranks ended that the launcher did not end; also those that it ended on their way out, by what they had said, with the time at
+    which they failed: an exit may take long."""
+    found = []
+    for rank, exit in sorted(e.exits.items()):
+        said = exit.page and exit.page["ends"]
+        if said and (exit.code == said or rank in e.ended):
+            found.append(replace(exit, code=said, time=exit.page["ends_at"]))
+        elif rank not in e.ended:
+            found.append(exit)
+    return found
+
+
 def first_failure(exits: list[Exit]) -> Exit | None:
-    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code, and a plain 1
-    last, since it is mostly a lost connection. So is an abort (SIGABRT), of a thread that lost one."""
+    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last what is
+    mostly the consequence, a lost connection: a plain 1, or an abort."""
     failed = [exit for exit in exits if exit.code not in (EXIT_OK, EXIT_STOPPED)]
     earliest = min((exit.time for exit in failed), default=0.0)
-    return min((exit for exit in failed if exit.time < earliest + 1.0),
-               key=lambda x: (x.code >= 0, x.code in (EXIT_FAILED, -signal.SIGABRT), x.time, x.rank), default=None)
+    mostly_consequences = (EXIT_FAILED, -signal.SIGABRT)
+    return min((exit for exit in failed if exit.time < earliest + PEER_GRACE_S),
+               key=lambda x: (2 if x.code in mostly_consequences else x.code >= 0, x.time, x.rank), default=None)
 
 
 def shell_code(code: int) -> int:
@@ -136,7 +150,7 @@ class Cause:
 def cause_of(e: Evidence) -> Cause:
     """Why an attempt ended. What ranks say knowingly, by their code, goes first; then what was asked for, the scheduler's word, the
     watchdog's; then how the first one died."""
-    own = [exit for rank, exit in sorted(e.exits.items()) if rank not in e.ended]
+    own = by_themselves(e)
     first = first_failure(own) or first_failure(list(e.exits.values()))
     code = shell_code(first.code) if first else EXIT_STOPPED if any(x.code == EXIT_STOPPED for x in own) else EXIT_OK
     if len(e.exits) == len(e.nodes) * e.ranks_per_node and all(exit.code == EXIT_OK for exit in e.exits.values()):
@@ -149,7 +163,7 @@ def cause_of(e: Evidence) -> Cause:
     if e.down:
         why = "; ".join(f"{node}: {why}" for node, why in e.down.items())
         return Cause(NODE, why, tuple(e.down), True, EXIT_HANG if e.hang else code or EXIT_FAILED)
-    if e.hang:
+    if e.hang and not first_failure(own):
         if e.silent:
             return Cause(NODE, f"no answer from {', '.join(e.silent)}; {e.hang.text}", e.silent, True, EXIT_HANG)
         return Cause(HANG, e.hang.text, tuple(e.hang.nodes), code=EXIT_HANG)
@@ -183,6 +197,8 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
         return Cause(ERROR, f"ranks {watch.shortened(lost)} are gone, nobody knows how", code=code)
     if first.code == EXIT_OUT_OF_MEMORY:
         return Cause(MEMORY, f"rank {first.rank}: an allocation failed", code=code)
+    if first.code == -signal.SIGABRT:
+        return Cause(ERROR, f"rank {first.rank} aborted", (first.node,), code=code)
     if first.code < 0:
         number = -first.code
         if number in MEMORY_SIGNALS and (first.out_of_memory or (first.page or {}).get("memory", 1.0) < LITTLE_MEMORY):
@@ -294,7 +310,7 @@ class Watchdog:
 
     def __init__(self, timeouts: dict[str, float], now: float):
         """now: seconds of the monotonic clock, which all times here are in."""
-        self.timeouts, self.since, self.looked, self.last, self.seen = timeouts, now, now, None, Counter()
+        self.timeouts, self.since, self.looked, self.last, self.seen = timeouts, now, now, (0, "init"), Counter()
 
     def look(self, progress: dict, now: float) -> str:
         """progress: what rank 0 told last, {} before anything. Returns why this is a hang, or ""."""
@@ -375,11 +391,11 @@ class Attempt:
         dog = Watchdog(self.options.timeouts, time.monotonic())
         try:
             while not self.handle.poll(0):
+                self.end_peers()
                 for number in inbox.wait(self.due()):
                     requests.take(number, self.handle, self.world() - len(self.handle.codes()))
-                self.end_peers()
                 self.progress = self.read_progress()
-                if self.options.watched and not self.ending and (why := dog.look(self.progress, time.monotonic())):
+                if self.options.watched and self.failed is None and (why := dog.look(self.progress, time.monotonic())):
                     self.hung(why)
         finally:
             self.handle.kill()
@@ -457,8 +473,8 @@ class Account:
 
     def fails(self, e: Evidence, attempt: Attempt):
         """From the last progress before a hang, or the first rank's end; from the first crash, if there was no step since."""
-        first = first_failure([exit for rank, exit in e.exits.items() if rank not in e.ended])
-        moment = attempt.progress.get("time", attempt.began) if e.hang or first is None else first.time
+        first = first_failure(by_themselves(e))
+        moment = attempt.progress.get("time", attempt.began) if first is None else first.time
         self.crashed = self.crashed or moment
 
     def say(self):
@@ -536,8 +552,8 @@ def note(verdict: Verdict, history: History):
 
 def announce(e: Evidence):
     """One line on the first failure, where the rank has not said it itself."""
-    first = first_failure([exit for rank, exit in e.exits.items() if rank not in e.ended])
-    if e.hang or first is None or first.code == EXIT_CONFIG:
+    first = first_failure(by_themselves(e))
+    if first is None or first.code == EXIT_CONFIG:
         return
     if first.code < 0:
         say(f"rank {first.rank} was killed by signal {-first.code} ({signal_name(-first.code)})"
@@ -550,7 +566,7 @@ def record(run: Path | None, attempt: Attempt, e: Evidence, verdict: Verdict, hi
     """A line in out/<run>/attempts.jsonl, once there is such a run; the hang report beside it."""
     if run is None or not run.is_dir():
         return
-    first = first_failure([exit for rank, exit in e.exits.items() if rank not in e.ended])
+    first = first_failure(by_themselves(e))
     line = {"attempt": attempt.number, "began": attempt.began, "ended": time.time(), "nodes": e.nodes,
             "codes": dict(Counter(str(exit.code) for exit in e.exits.values())), "first": first and asdict(first),
             "step_before": e.step_before, "step_after": e.step_after, "cause": verdict.cause.name, "why": verdict.cause.why,

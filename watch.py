@@ -40,7 +40,7 @@ PHASES = ("start", "init", "data", "compile", "step", "eval", "checkpoint", "end
 # its number << 8 | its name's place in the table: number and name never disagree.
 MAGIC = int.from_bytes(b"nano1t\0\1", "little")
 WORDS = ("magic", "pid", "rank", "world", "started", "beat", "phase", "phase_since", "step", "launched", "waiting", "complete",
-         "oldest", "asked", "memory")
+         "oldest", "asked", "memory", "ends", "ends_at")
 AT = {name: i for i, name in enumerate(WORDS)}
 RING_AT, RING = 32, 128  # the last collectives, at their number modulo RING
 NODE_AT, NAMES_AT, NAME_BYTES, NAMES = 2048, 2112, 64, 64
@@ -89,6 +89,10 @@ class Page:
     def asked(self, number: int):
         """A signal has asked this rank to stop. Called in its handler."""
         self.words[AT["asked"]] = self.words[AT["asked"]] or number
+
+    def ends(self, code: int):
+        """This rank has failed and is on its way out, which may take long or never end."""
+        self.times[AT["ends_at"]], self.words[AT["ends"]] = time.time(), code
 
     def launches(self, group: str, purpose: str) -> list:
         """Notes that a collective is about to be launched; returns its entry, for the calls below: [number and name, how to get
@@ -197,8 +201,10 @@ class Rank:
     recent: dict[str, str]  # number -> name of the last launched
     asked: int  # signal that asked this rank to stop, 0: none
     memory: float  # part of the host's memory that was available lately
+    ends: int  # exit code with which it is on its way out, 0: it is not
+    ends_at: float  # since when, Unix time
     state: str = "?"  # of the process as /proc has it: R runs, S sleeps, D in the kernel, T stopped, X is gone
-    cpu: float = 0.0  # cores in use
+    cpu: float = 0.0  # part of the time in which the main thread ran, or wanted to on a loaded machine
     wchan: str = ""  # where in the kernel the main thread sleeps
     stacks: str = ""  # of Python, innermost frame first
 
@@ -224,16 +230,18 @@ def read(path: Path) -> Rank | None:
     return Rank(words[AT["rank"]], text(NODE_AT), words[AT["pid"]], round(now - times[AT["beat"]], 2),
                 PHASES[words[AT["phase"]] % len(PHASES)], round(now - times[AT["phase_since"]], 2), words[AT["step"]],
                 *(collective(words[AT[name]]) for name in ("launched", "waiting", "complete", "oldest")),
-                {str(number): name for number, name in map(collective, ring)}, words[AT["asked"]], round(times[AT["memory"]], 4))
+                {str(number): name for number, name in map(collective, ring)}, words[AT["asked"]], round(times[AT["memory"]], 4),
+                words[AT["ends"]], times[AT["ends_at"]])
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """(state, CPU seconds); ("X", 0) for one that is gone."""
+    """(state, seconds in which the main thread ran or wanted to); ("X", 0) for a process that is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ran_ns, waited_ns = map(int, Path(f"/proc/{pid}/schedstat").read_text().split()[:2])
     except OSError:
         return "X", 0.0
-    return ("X" if fields[0] == "Z" else fields[0].upper()), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return ("X" if fields[0] == "Z" else fields[0].upper()), (ran_ns + waited_ns) / 1e9
 
 
 def is_rank(pid: int, folder: Path) -> bool:
@@ -279,7 +287,7 @@ def examine(folder: Path, node: str | None = None, sample_s: float = 0.5) -> lis
 @dataclass
 class Hang:
     """Why nothing moves. kind: stopped | gone | unreachable | blocked (in the kernel) | busy | asleep | behind | collective (all wait
-    for the same one) | livelock (all run, none waits) | unknown."""
+    for the same one) | livelock (all run, none waits) | elsewhere (none waits) | unknown."""
 
     kind: str
     ranks: list[int] = field(default_factory=list)
@@ -292,8 +300,8 @@ class Hang:
 MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone", "unreachable": "on a node that does not answer",
            "blocked": "blocked in the kernel", "busy": "busy outside of any collective", "asleep": "asleep outside of any collective",
            "behind": "behind the others", "collective": "all in the same collective: a link or a network card",
-           "livelock": "all running, none in a collective", "unknown": "not to be told apart"}
-BUSY = 0.2  # cores
+           "livelock": "all running, none in a collective", "elsewhere": "all outside of any collective", "unknown": "not to be told apart"}
+BUSY = 0.5  # part of the time
 
 
 def main_stack(rank: Rank) -> list[str]:
@@ -324,9 +332,10 @@ def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[
         "blocked": [r.rank for r in free if r.state == "D"],
         "busy": [r.rank for r in free if r.cpu >= BUSY] if waits else [],
         "asleep": [r.rank for r in free] if waits else [],
+        "livelock": [r.rank for r in ranks] if ranks and not waits and all(r.cpu >= BUSY for r in ranks) else [],
+        "elsewhere": [r.rank for r in ranks] if not waits else [],
         "behind": [r.rank for r in behind if (r.launched or [0])[0] == first_behind],
         "collective": [r.rank for r in ranks] if waits and len(waits) == len(ranks) else [],
-        "livelock": [r.rank for r in ranks] if ranks and not waits and all(r.cpu >= BUSY for r in ranks) else [],
         "unknown": list(range(world)),
     }
     kind, guilty = next((kind, sorted(found)) for kind, found in kinds.items() if found)
@@ -352,7 +361,7 @@ def unreached(guilty: list[int], ranks: list[Rank]) -> tuple[list | None, bool]:
 def describe(hang: Hang, known: dict[int, Rank]) -> str:
     """The report's first line."""
     who = f"rank{'s' if len(hang.ranks) > 1 else ''} {shortened(hang.ranks)} ({', '.join(hang.nodes[:8]) or 'node unknown'})"
-    if hang.kind in ("collective", "livelock", "unknown"):
+    if hang.kind in ("collective", "livelock", "elsewhere", "unknown"):
         who = f"{len(hang.ranks)} ranks"
     what = ""
     if hang.collective:
@@ -372,9 +381,9 @@ def table(ranks: list[Rank]) -> str:
     def name(collective: list | None) -> str:
         return f"{collective[0]} {collective[1]}" if collective else "-"
 
-    rows = [("rank", "node", "pid", "state", "cores", "beat", "step", "phase", "launched", "waits for", "complete to", "in the kernel")]
+    rows = [("rank", "node", "pid", "state", "busy", "beat", "step", "phase", "launched", "waits for", "complete to", "in the kernel")]
     for r in sorted(ranks, key=lambda r: r.rank):
-        rows.append((str(r.rank), r.node, str(r.pid), r.state, f"{r.cpu:.2f}", f"{r.beat_age_s:.1f} s ago", str(r.step), r.phase,
+        rows.append((str(r.rank), r.node, str(r.pid), r.state, f"{r.cpu:.0%}", f"{r.beat_age_s:.1f} s ago", str(r.step), r.phase,
                      name(r.launched), name(r.waiting), name(r.complete), r.wchan or "-"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -2,6 +2,8 @@
 
     make soak                                     100 faults, about 10 minutes on two cores
     python tests/soak.py --faults 10 --seed 3     the same faults each time, but for the machine's timing
+    python tests/soak.py --kinds failures         does the launcher tell kinds of failure apart? see failures.py
+    python tests/soak.py --kinds hangs            a rank stopped at random places: is it named, and the collective?
 
 Real processes, signals and files: the run's out/ lies on a small file system of its own where the system allows it
 (unshare, mount), so that it can be full. Before each restart the harness knows which checkpoint is the newest good one, and
@@ -30,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import checkpoint  # noqa: E402
+import failures  # noqa: E402
 
 TINY = ["--layers=2", "--width=32", "--heads=4", "--kv_heads=2", "--head_dim=8", "--expert_width=16", "--vocab=300",
         "--seq_len=32", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5", "--track_memory=0"]
@@ -51,7 +54,7 @@ class Life:
     """One start of the run."""
 
     def __init__(self, here: Path, name: str, settings: list[str]):
-        argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", ROOT / "train.py"]
+        argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--threads", "1", "--retries", "0", "--", ROOT / "train.py"]
         self.process = subprocess.Popen([*argv, f"--run={name}", *TINY, *settings], cwd=here, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True, errors="replace")
         self.lines: list[str] = []
@@ -338,14 +341,18 @@ def prepare(here: Path):
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--kinds", default="disk", help="disk | failures | hangs, or kinds of failures.py with commas between")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inside", metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
         prepare(Path(args.inside))
         try:
+            if args.kinds != "disk":
+                kinds = {"failures": list(failures.EXPECTED), "hangs": ["stopped"]}.get(args.kinds, args.kinds.split(","))
+                return int(bool(failures.soak(Path(args.inside), args.faults, args.seed, kinds)))
             soak(Path(args.inside), args.faults, args.seed)
-        except Failure as failure:
+        except (Failure, failures.Failure) as failure:
             print(f"FAILED: {failure}", flush=True)
             return 1
         return 0

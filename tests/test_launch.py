@@ -225,7 +225,7 @@ def test_first_failing_rank_decides_and_the_others_end(tmp_path):
 def test_peer_that_ignores_sigterm_is_killed(tmp_path):
     source = f"if RANK == '0': time.sleep(1); sys.exit(9)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); {NAP}"
     path = script(tmp_path, NOTE_PID + source)
-    short = "import launch, sys; launch.PEER_GRACE_S, launch.TERM_GRACE_S = 0.2, 0.5; sys.exit(launch.main())"
+    short = "import launch, recover, sys; recover.PEER_GRACE_S, recover.TERM_GRACE_S = 0.2, 0.5; sys.exit(launch.main())"
     line = [sys.executable, "-c", short, *command(path)[2:]]
     done = subprocess.run(line, capture_output=True, timeout=PATIENCE_S, env=environment())
     assert done.returncode == 9
