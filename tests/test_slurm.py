@@ -181,7 +181,7 @@ def test_arguments_arrive_unchanged_inside_an_allocation_and_through_the_queue(s
     script = tmp_path / "child.py"
     script.write_text(NOTE)
     options = ["--nodes", 2, "--ranks-per-node", 2, "--", script, *TORTURE]
-    slurm.run("salloc", "-Q", "-N", 3, sys.executable, LAUNCH, *options, cwd=tmp_path)
+    slurm.run("salloc", "-Q", "-N", 3, "--ntasks-per-node", 2, sys.executable, LAUNCH, *options, cwd=tmp_path)
     seen = [json.loads(Path(f"{script}{rank}").read_text()) for rank in range(4)]
     assert [arguments for arguments, _ in seen] == [TORTURE] * 4
     names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURMD_NODENAME", "NANO1T_NODE")
@@ -205,8 +205,8 @@ def test_bytes_that_are_not_utf8_and_exit_codes_come_through(slurm, tmp_path):
 def test_nothing_is_left_after_any_end(slurm, tmp_path, end):
     script = tmp_path / "child.py"
     script.write_text("import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + NAP)
-    process = subprocess.Popen(["salloc", "-Q", "-N", "2", sys.executable, LAUNCH, "--ranks-per-node", "2", "--no-node-check", "--", script,
-                                "x", f"{tmp_path}/pid-"], cwd=tmp_path, env=slurm.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(["salloc", "-Q", "-N", "2", "--ntasks-per-node", "2", sys.executable, LAUNCH, "--ranks-per-node", "2",
+                                "--no-node-check", "--", script, "x", f"{tmp_path}/pid-"], cwd=tmp_path, env=slurm.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     slurm.until(lambda: len(list(tmp_path.glob("pid-*"))) == 4, "four ranks")
     launcher = next(int(place.name) for place in Path("/proc").glob("[0-9]*") if is_launcher(place, script))
     if end == "the launcher killed":
