@@ -32,6 +32,7 @@ DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD*"
 ENOUGH = 0.9  # of what the other nodes have
 LOCAL_DISK = 1 * GIB  # bytes that must be free in the temporary directory
 PORTS = (20000, 32000)  # below what systems give to outgoing connections
+PRODUCT = "the product"
 EXIT_BUSY = 3  # of `pair`: the port was taken, which says nothing of the node
 EXAMINE_S, PAIR_S = 120, 180  # patience with a node; an import from a busy shared file system takes a while
 
@@ -217,19 +218,19 @@ def pair(spec: dict) -> str:
     devices = [f"{kind}:{i}" for i in range(torch.accelerator.device_count())] if kind != "cpu" else ["cpu"]
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-8, 9, (512, 512), generator=generator) for _ in range(2))  # small integers: every device is exact
-    want = a @ b
+    want, wrong = a @ b, ""
     for device in devices:
         got = (a.to(device, torch.float32) @ b.to(device, torch.float32)).cpu()
         if not torch.equal(got, want.float()):
-            return f"the product on {device} is wrong in {int((got != want).sum())} of {want.numel()} places"
+            wrong = f"{PRODUCT} on {device} is wrong in {int((got != want).sum())} of {want.numel()} places"
     if not spec.get("host"):
-        return ""
+        return wrong
     try:
         store = dist.TCPStore(spec["host"], spec["port"], 2, spec["rank"] == 0, timedelta(seconds=spec["seconds"]))
     except RuntimeError as error:
         if "address already in use" in str(error).lower() or "EADDRINUSE" in str(error):
             sys.exit(EXIT_BUSY)
-        return f"no connection: {str(error).splitlines()[0][:150]}"
+        return wrong or f"no connection: {str(error).splitlines()[0][:150]}"
     backend = {"cuda": "nccl", "xpu": "xccl"}.get(kind, "gloo")
     try:
         dist.init_process_group(backend, store=store, rank=spec["rank"], world_size=2, timeout=timedelta(seconds=spec["seconds"]))
@@ -237,10 +238,10 @@ def pair(spec: dict) -> str:
             x = (torch.arange(1 << 18) % 1000 + spec["rank"]).to(device, torch.float32)
             dist.all_reduce(x)
             if not torch.equal(x.cpu(), (2 * (torch.arange(1 << 18) % 1000) + 1).float()):
-                return f"the sum on {device} is wrong"
+                return wrong or f"the sum on {device} is wrong"
     except RuntimeError as error:
-        return f"no sum: {str(error).splitlines()[0][:150]}"
-    return ""
+        return wrong or f"no sum: {str(error).splitlines()[0][:150]}"
+    return wrong
 
 
 def check_pairs(on_each: Callable, nodes: list[str], reports: dict[str, dict], seconds: float = PAIR_S) -> dict[str, str]:
@@ -259,8 +260,8 @@ def check_pairs(on_each: Callable, nodes: list[str], reports: dict[str, dict], s
             code, output = answers.get(node, (124, b""))
             answer = answer_of(code, output)
             said[node] = answer["why"] if answer else "busy" if code == EXIT_BUSY else why_silent(code, output)
-            if said[node].startswith("the product"):
-                own[node] = said[node]
+            if said[node].startswith(PRODUCT):  # which no partner can have to do with
+                own[node], said[node] = said[node], ""
         results.append({(a, b): said[a] or said[b] for a, b in pairs if "busy" not in (said[a], said[b])})
     return blamed(nodes, results, own)
 

@@ -351,13 +351,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--port", type=positive, help="TCP port where the ranks meet (default: a free one)")
     parser.add_argument("--threads", type=positive, help="CPU threads per rank (default: cores / ranks)")
     parser.add_argument("--spares", type=whole, default=0, help="nodes beyond --nodes, to put in for bad ones (default 0)")
-    parser.add_argument("--retries", "--restarts", type=whole, help=f"restarts in all; 0: none (default: {recover.Limits.retries} for "
-                        f"{', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
+    parser.add_argument("--retries", "--restarts", type=whole, help="restarts in all; 0: none (default: "
+                        f"{recover.Limits.retries} for {', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
     parser.add_argument("--timeout", type=seconds, help="seconds without progress that make a hang: of a step, or by phase as in "
                         f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)})")
     parser.add_argument("--budget", type=number, default={}, help="restarts per cause and day, as in hang=3,killed=5 "
                         f"(causes: {', '.join(recover.BUDGETS)})")
-    parser.add_argument("--backoff", type=float, default=recover.Limits.backoff_s, help="seconds before the first restart (default "
+    parser.add_argument("--backoff", type=float, default=recover.Limits.backoff_s, help="seconds before a restart (default "
                         f"{recover.Limits.backoff_s:g}); doubles while nothing comes of it")
     cluster.add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)
@@ -400,6 +400,21 @@ def meeting_port(port: int | None) -> int:
         raise LaunchError(
             f"--port {port} cannot be used ({error}); leave --port out to take a free one, or end the process on it"
         ) from None
+
+
+def reserve_port(port: int | None) -> socket.socket:
+    """A socket bound to the given TCP port, or to a free one, that never listens: on Linux nobody else is then given the port,
+    while rank 0, seconds later, can listen on it (both with SO_REUSEADDR). Raises LaunchError."""
+    number, dual = meeting_port(port), socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if dual:
+        reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    try:
+        reserved.bind(("", number if port else 0))
+    except OSError as error:
+        raise LaunchError(f"TCP port {number} cannot be reserved ({error}); end other jobs or give --port") from None
+    return reserved
 
 
 def rank_environments(nodes: list[str], ranks_per_node: int, port: int, threads: int | None, mark: str) -> list[dict[str, str]]:
@@ -615,7 +630,12 @@ class Local:
         """Raises LaunchError when there is no port for them to meet."""
         self.attempts += 1
         mark = f"{self.mark}.{self.attempts}."  # begins with the launch's
-        environments = rank_environments(nodes, self.ranks_per_node, meeting_port(self.port), self.threads, mark)
+        if sys.platform == "linux":
+            self.reserved = reserve_port(self.port)  # replaces, and so closes, that of the attempt before
+            port = self.reserved.getsockname()[1]
+        else:
+            port = meeting_port(self.port)
+        environments = rank_environments(nodes, self.ranks_per_node, port, self.threads, mark)
         ranks = Ranks(self.guard, mark, folder, Path(environment[watch.FOLDER_VAR]))
         ranks.start(command, [e | environment for e in environments])
         return ranks
@@ -677,7 +697,8 @@ def supervision(options: argparse.Namespace, command: list[str], folder: Path, p
     retries = options.retries if options.retries is not None else recover.Limits.retries if resumable else 0
     limits = recover.Limits(retries, recover.BUDGETS | options.budget, backoff_s=options.backoff)
     watched = resumable or options.timeout is not None or bool(options.retries)
-    return recover.Options(options.nodes, folder, pages, limits, recover.TIMEOUTS | (options.timeout or {}), watched, end_of_job())
+    timeouts = recover.TIMEOUTS | (options.timeout or {})
+    return recover.Options(options.nodes, folder, pages, limits, timeouts, watched, end_of_job())
 
 
 def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster.Site] | int:

@@ -1,13 +1,13 @@
 """The restart loop: start an attempt, watch its progress, judge how it ended, then go on, put a spare in, or stop.
 
-    evidence    Evidence     what is known of an attempt that has ended: exit codes, pages, the scheduler's word, the hang report
-    judge       pure         evidence -> cause and decision; nothing here reads log text
-    supervise   the loop     appends each attempt with its evidence to out/<run>/attempts.jsonl
+    Evidence     what is known of an attempt that has ended: exit codes, pages, the scheduler's word, the hang report
+    judge        evidence -> cause and decision: pure, and nothing here reads log text
+    supervise    the loop; appends each attempt with its evidence to out/<run>/attempts.jsonl
 
-Progress means that the step advances: rank 0 tells (step, phase) in a small file, and each phase has its time. What will fail again
-the same way (a bad setting, a full disk, a diverged run) stops at once and costs no node. Only evidence against a node costs one: the
-scheduler's word, all its ranks gone at once, silence, a failed check, or that it alone was at fault twice. Nodes are never rotated. Each
-cause has its budget, and two attempts in a row without a new step end the run.
+Progress means that the step advances: rank 0 tells (step, phase) in a small file, and each phase has its time. What will fail
+again the same way (a bad setting, a full disk, a diverged run) stops at once and costs no node. Only evidence against a node
+costs one: the scheduler's word, all its ranks gone at once, silence, a failed check, or that it alone was at fault twice. Nodes
+are never rotated. Each cause has its budget, and two attempts in a row without a new step end the run.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 
 import watch
-from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK, EXIT_OUT_OF_MEMORY,
-                    EXIT_STOPPED, EXIT_UNHEALTHY, LaunchError)
+from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,
+                    EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, LaunchError)
 
 BEGUN_VAR = "NANO1T_BEGUN"  # step from which this launch's first attempt started: a later one goes on from its checkpoints
 PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
@@ -35,14 +35,16 @@ OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was ou
                  "planned, use fewer ranks or more nodes, or lower --offload_fraction")
 LITTLE_MEMORY = 0.02  # part of the host's memory: a rank killed with less available is out of memory
 
-# seconds that a phase may take without anything new; step: 0 is STEP_FACTOR times the median of recent ones, at least STEP_FLOOR_S
-TIMEOUTS = {"init": 1800.0, "data": 6 * 3600.0, "compile": 3600.0, "step": 0.0, "eval": 3600.0, "checkpoint": 3600.0, "end": 1800.0}
+# seconds that a phase may take without anything new; a step, if 0: STEP_FACTOR x the median of recent ones, at least STEP_FLOOR_S
+TIMEOUTS = {"init": 1800.0, "data": 6 * 3600.0, "compile": 3600.0, "step": 0.0, "eval": 3600.0, "checkpoint": 3600.0,
+            "end": 1800.0}
 STEP_FACTOR, STEP_FLOOR_S = 20.0, 300.0
 
 DONE, STOPPED, CANCELLED = "done", "stopped", "cancelled"
 CONFIG, DIVERGED, UNHEALTHY, NOT_SAVED, NO_SPACE = "config", "diverged", "check", "not-saved", "no-space"
 NODE, KILLED, HANG, MEMORY, START, ERROR = "node", "killed", "hang", "memory", "start", "error"
-KNOWN = {EXIT_CONFIG: CONFIG, EXIT_DIVERGED: DIVERGED, EXIT_UNHEALTHY: UNHEALTHY, EXIT_NOT_SAVED: NOT_SAVED, EXIT_NO_SPACE: NO_SPACE}
+KNOWN = {EXIT_CONFIG: CONFIG, EXIT_DIVERGED: DIVERGED, EXIT_UNHEALTHY: UNHEALTHY, EXIT_NOT_SAVED: NOT_SAVED,
+         EXIT_NO_SPACE: NO_SPACE}
 MEANING = {CONFIG: "a setting, a file or a layout that cannot work", DIVERGED: "the run diverged", UNHEALTHY: "a check failed",
            NOT_SAVED: "the last checkpoint could not be written", NO_SPACE: "no space on a file system",
            MEMORY: "out of memory", ERROR: "an error", START: "failed before it began"}
@@ -89,6 +91,9 @@ class Evidence:
     def node_of(self, rank: int) -> str:
         return self.nodes[rank // self.ranks_per_node]
 
+    def ranks_of(self, n: int) -> range:
+        return range(n * self.ranks_per_node, (n + 1) * self.ranks_per_node)
+
 
 def write_exit(folder: Path, rank: int, node: str, code: int, pages: Path | None, out_of_memory: bool = False):
     """On the node of a rank that has ended: what is known of it, where the launcher finds it. Its page goes."""
@@ -107,12 +112,11 @@ def read_exits(folder: Path) -> dict[int, Exit]:
 
 
 def by_themselves(e: Evidence) -> list[Exit]:
-    """How ranks ended that the launcher did not end; also those that it ended on their way out, by what they had said, with the time at
-    which they failed: an exit may take long."""
+    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an exit
+    may take long, crash, or hang until the launcher ends it."""
     found = []
     for rank, exit in sorted(e.exits.items()):
-        said = exit.page and exit.page["ends"]
-        if said and (exit.code == said or rank in e.ended):
+        if said := exit.page and exit.page["ends"]:
             found.append(replace(exit, code=said, time=exit.page["ends_at"]))
         elif rank not in e.ended:
             found.append(exit)
@@ -120,8 +124,8 @@ def by_themselves(e: Evidence) -> list[Exit]:
 
 
 def first_failure(exits: list[Exit]) -> Exit | None:
-    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last what is
-    mostly the consequence, a lost connection: a plain 1, or an abort."""
+    """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last
+    what is mostly the consequence, a lost connection: a plain 1, or an abort."""
     failed = [exit for exit in exits if exit.code not in (EXIT_OK, EXIT_STOPPED)]
     earliest = min((exit.time for exit in failed), default=0.0)
     mostly_consequences = (EXIT_FAILED, -signal.SIGABRT)
@@ -148,8 +152,8 @@ class Cause:
 
 
 def cause_of(e: Evidence) -> Cause:
-    """Why an attempt ended. What ranks say knowingly, by their code, goes first; then what was asked for, the scheduler's word, the
-    watchdog's; then how the first one died."""
+    """Why an attempt ended. What ranks say knowingly, by their code, goes first; then what was asked for, the scheduler's word,
+    the watchdog's; then how the first one died."""
     own = by_themselves(e)
     first = first_failure(own) or first_failure(list(e.exits.values()))
     code = shell_code(first.code) if first else EXIT_STOPPED if any(x.code == EXIT_STOPPED for x in own) else EXIT_OK
@@ -178,21 +182,22 @@ def missing(e: Evidence) -> list[int]:
 
 
 def why_stopped(e: Evidence, own: list[Exit]) -> Cause:
-    """All ranks ended with a checkpoint, though the launcher passed nothing on: a few that got a signal are a fault; all of them, or
-    SIGUSR1, are the scheduler; none, the end of the job."""
+    """All ranks ended with a checkpoint, though the launcher passed nothing on: a few that got a signal are a fault; all of them,
+    or SIGUSR1, are the scheduler; none, the end of the job."""
     asked = {exit.rank: exit.page["asked"] for exit in own if exit.page and exit.page["asked"]}
     if asked and len(asked) < len(own) and signal.SIGUSR1 not in asked.values():
         names = ", ".join(f"rank {rank} by {signal.Signals(number).name}" for rank, number in asked.items())
-        return Cause(KILLED, f"told to stop by nobody here: {names}", only({e.node_of(rank) for rank in asked}), code=EXIT_STOPPED)
+        nodes = only({e.node_of(rank) for rank in asked})
+        return Cause(KILLED, f"told to stop, but not by the launcher: {names}", nodes, code=EXIT_STOPPED)
     why = f"the ranks got {signal.Signals(max(asked.values())).name}" if asked else "the end of the job is near"
     return Cause(STOPPED, why, code=EXIT_STOPPED)
 
 
 def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) -> Cause:
     lost = missing(e)
-    lost_nodes = {node for node in e.nodes if all(e.node_of(rank) != node or rank in lost for rank in range(len(e.nodes) * e.ranks_per_node))}
+    lost_nodes = [node for n, node in enumerate(e.nodes) if set(e.ranks_of(n)) <= set(lost)]
     if lost_nodes and len(lost_nodes) < len(e.nodes):
-        return Cause(NODE, f"nothing is left of {', '.join(sorted(lost_nodes))}", tuple(sorted(lost_nodes)), code=code)
+        return Cause(NODE, f"nothing is left of {', '.join(lost_nodes)}", tuple(lost_nodes), code=code)
     if first is None:
         return Cause(ERROR, f"ranks {watch.shortened(lost)} are gone, nobody knows how", code=code)
     if first.code == EXIT_OUT_OF_MEMORY:
@@ -205,15 +210,18 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
             return Cause(MEMORY, f"rank {first.rank} was killed by signal {number} on a host without memory", code=code)
         killed = {exit.rank for exit in own if exit.code == first.code}
         if e.ranks_per_node > 1 and len(e.nodes) > 1:
-            whole = [node for n, node in enumerate(e.nodes) if killed == set(range(n * e.ranks_per_node, (n + 1) * e.ranks_per_node))]
+            whole = [node for n, node in enumerate(e.nodes) if killed == set(e.ranks_of(n))]
             if whole:
-                return Cause(NODE, f"all ranks of {whole[0]}, and only they, were killed by signal {number}", tuple(whole), code=code)
+                why = f"all ranks of {whole[0]}, and only they, were killed by signal {number}"
+                return Cause(NODE, why, tuple(whole), code=code)
         return Cause(KILLED, f"rank {first.rank} was killed by signal {number} ({signal_name(number)})",
                      only({e.node_of(rank) for rank in killed}), code=code)
     early = [exit for exit in own if exit.code not in (EXIT_OK, EXIT_STOPPED) and not exit.page]
     if not first.page:
         nodes = only({exit.node for exit in early}) if len(e.nodes) > 1 else ()
         return Cause(START, f"rank {first.rank} ended with exit code {first.code} before it began", nodes, bool(nodes), code)
+    if first.page["phase"] == "init" and e.step_after == e.step_before:
+        return Cause(START, f"rank {first.rank} ended with exit code {first.code} while it began", code=code)
     return Cause(ERROR, f"rank {first.rank} ended with exit code {first.code}", (first.node,), code=code)
 
 
@@ -285,7 +293,8 @@ def judge(e: Evidence, history: History, limits: Limits, spares: int, now: float
     if len(history.charged) >= limits.retries:
         return verdict(False, f"all {limits.retries} restarts (--retries) are used")
     if recent[cause.name] >= limits.budgets[cause.name]:
-        return verdict(False, f"the {limits.budgets[cause.name]} restarts for it (--budget {cause.name}=n) in {limits.hours:g} hours are used")
+        allowed = limits.budgets[cause.name]
+        return verdict(False, f"its {allowed} restarts in {limits.hours:g} hours (--budget {cause.name}=n) are used")
     if len(exclude) > spares:
         return verdict(False, f"{', '.join(exclude)} cannot be used and there are {spares} spare nodes (--spares)")
     if fruitless >= 2 and not (cause.firm and exclude):
@@ -305,8 +314,8 @@ def signal_name(number: int) -> str:
 
 
 class Watchdog:
-    """Whether a run makes progress: pairs (step, phase) that are new. One that comes back a few times (a save within a step) counts,
-    one that comes back for ever does not."""
+    """Whether a run makes progress: pairs (step, phase) that are new. One that comes back a few times (a save within a step)
+    counts, one that comes back for ever does not."""
 
     def __init__(self, timeouts: dict[str, float], now: float):
         """now: seconds of the monotonic clock, which all times here are in."""
@@ -326,7 +335,8 @@ class Watchdog:
         allowed = self.allowed(phase, progress.get("step_s") or 0.0)
         if now - self.since <= allowed:
             return ""
-        return f"nothing new for {now - self.since:.0f} s in phase {phase} at step {step}, {allowed:.0f} are allowed (--timeout {phase}=s)"
+        return (f"nothing new for {now - self.since:.0f} s in phase {phase} at step {step}, {allowed:.0f} are allowed "
+                f"(--timeout {phase}=s)")
 
     def allowed(self, phase: str, step_s: float) -> float:
         known = self.timeouts.get(phase, self.timeouts["init"])
@@ -447,11 +457,11 @@ class Attempt:
         options, exits = self.options, read_exits(self.folder)
         for rank, code in self.handle.codes().items():  # one whose node did not write it
             exits.setdefault(rank, Exit(rank, self.nodes[rank // self.starter.ranks_per_node], code, time.time()))
-        unusable = self.starter.unusable()
+        down = {node: why for node, why in self.starter.unusable().items() if node in self.nodes}
         left_s = min((end for end in (options.end_of_job, self.progress.get("end")) if end), default=None)
         e = Evidence(tuple(self.nodes), self.starter.ranks_per_node, exits, tuple(sorted(set(range(self.world())) - self.own)),
-                     step_before, max(step_before, self.progress.get("step", 0)), {n: unusable[n] for n in self.nodes if n in unusable},
-                     {}, asked, self.hang, self.silent, left_s - time.time() if left_s else None)
+                     step_before, max(step_before, self.progress.get("step", 0)), down, {}, asked, self.hang, self.silent,
+                     left_s - time.time() if left_s else None)
         if options.check and cause_of(e).name in (KILLED, HANG, ERROR, START):
             e = replace(e, suspects=options.check(self.nodes))
         return e
@@ -486,8 +496,8 @@ class Account:
 
 
 def supervise(starter, command: list[str], options: Options, inbox) -> int:
-    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code. inbox: the
-    launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started at all."""
+    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code. inbox:
+    the launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started at all."""
     history, requests, account, verdict = History(), Requests(), Account(), None
     run, environment, best = None, {}, None
     while True:
@@ -570,15 +580,17 @@ def record(run: Path | None, attempt: Attempt, e: Evidence, verdict: Verdict, hi
     line = {"attempt": attempt.number, "began": attempt.began, "ended": time.time(), "nodes": e.nodes,
             "codes": dict(Counter(str(exit.code) for exit in e.exits.values())), "first": first and asdict(first),
             "step_before": e.step_before, "step_after": e.step_after, "cause": verdict.cause.name, "why": verdict.cause.why,
-            "restart": verdict.restart, "decision": verdict.why, "code": verdict.code, "charged": Counter(n for _, n in history.charged),
-            "strikes": verdict.strikes, "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked,
-            "down": e.down, "suspects": e.suspects, "hang": e.hang and asdict(e.hang), "left_s": e.left_s, "wait_s": verdict.wait_s}
+            "restart": verdict.restart, "decision": verdict.why, "code": verdict.code,
+            "charged": Counter(name for _, name in history.charged), "strikes": verdict.strikes,
+            "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked, "down": e.down,
+            "suspects": e.suspects, "hang": e.hang and asdict(e.hang), "left_s": e.left_s, "wait_s": verdict.wait_s}
     try:
         with open(run / "attempts.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
         if e.hang:
-            (run / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt").write_text(
-                e.hang.text + "\n" + watch.table(attempt.ranks) + "\n\n" + "\n".join(f"rank {r.rank}\n{r.stacks}" for r in attempt.ranks))
+            stacks = "\n".join(f"rank {rank.rank}\n{rank.stacks}" for rank in attempt.ranks)
+            text = f"{e.hang.text}\n{watch.table(attempt.ranks)}\n\n{stacks}"
+            (run / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt").write_text(text)
     except OSError as error:
         say(f"{run}: how attempt {attempt.number} ended could not be written there ({error.strerror})")
 

@@ -1,15 +1,15 @@
 """What each rank is doing, where others can see it, and the report of a hang.
 
-Each rank keeps one page of memory, the file <folder>/rank-00003 (folder: NANO1T_WATCH, on a file system in memory): a heartbeat that
-a thread writes, step and phase, the last collectives that were launched, the one that is waited for, and how far they are complete.
-An entry costs a few stores. They are read when the rank has stopped, was killed, or is inside a call that does not return.
+Each rank keeps one page of memory, the file <folder>/rank-00003 (folder: NANO1T_WATCH, on a file system in memory): a heartbeat
+that a thread writes, step and phase, the last collectives that were launched, the one that is waited for, and how far they are
+complete. An entry costs a few stores. The page can be read when the rank is stopped, dead, or in a call that does not return.
 
 On a hang, on each node:
 
     python watch.py report FOLDER     JSON: of each of the node's ranks the page, the state of its process and its Python stacks
 
-and `blame` puts the nodes' reports together. Counters alone cannot tell a stopped rank from one that waits for it, and the state of a
-process cannot tell which collective it has not reached; together they name both.
+and `blame` puts the nodes' reports together. Counters alone cannot tell a stopped rank from one that waits for it, and the state
+of a process cannot tell which collective it has not reached; together they name both.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -252,8 +252,8 @@ def is_rank(pid: int, folder: Path) -> bool:
 
 
 def examine(folder: Path, node: str | None = None, sample_s: float = 0.5) -> list[Rank]:
-    """The ranks that have a page here, of one simulated node or of all, with the state of their processes: CPU time is measured over
-    sample_s seconds, and the stacks are asked for. Nothing here waits for a rank."""
+    """The ranks that have a page here, of one simulated node or of all, with the state of their processes: CPU time is measured
+    over sample_s seconds, and the stacks are asked for. Nothing here waits for a rank."""
     ranks = [rank for path in sorted(folder.glob("rank-?????")) if (rank := read(path)) and node in (None, rank.node)]
     ranks = [rank for rank in ranks if is_rank(rank.pid, folder) or not setattr(rank, "state", "X")]
     there, before = [rank for rank in ranks if rank.state != "X"], time.monotonic()
@@ -286,8 +286,7 @@ def examine(folder: Path, node: str | None = None, sample_s: float = 0.5) -> lis
 
 @dataclass
 class Hang:
-    """Why nothing moves. kind: stopped | gone | unreachable | blocked (in the kernel) | busy | asleep | behind | collective (all wait
-    for the same one) | livelock (all run, none waits) | elsewhere (none waits) | unknown."""
+    """Why nothing moves. kind: a key of MEANING."""
 
     kind: str
     ranks: list[int] = field(default_factory=list)
@@ -298,14 +297,15 @@ class Hang:
 
 
 MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone", "unreachable": "on a node that does not answer",
-           "blocked": "blocked in the kernel", "busy": "busy outside of any collective", "asleep": "asleep outside of any collective",
-           "behind": "behind the others", "collective": "all in the same collective: a link or a network card",
-           "livelock": "all running, none in a collective", "elsewhere": "all outside of any collective", "unknown": "not to be told apart"}
+           "blocked": "blocked in the kernel", "busy": "busy outside of any collective",
+           "asleep": "asleep outside of any collective", "behind": "behind the others",
+           "collective": "all in the same collective: a link or a network card", "livelock": "all running, none in a collective",
+           "elsewhere": "all outside of any collective", "unknown": "not to be told apart"}
 BUSY = 0.5  # part of the time
 
 
 def main_stack(rank: Rank) -> list[str]:
-    """Frames of the main thread, innermost first. faulthandler writes the thread that got the signal, the main one, as current."""
+    """Frames of the main thread, innermost first. faulthandler calls the thread that got the signal, the main one, current."""
     lines, found = rank.stacks.splitlines(), []
     start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), None)
     for line in lines[start + 1 :] if start is not None else []:
@@ -316,8 +316,8 @@ def main_stack(rank: Rank) -> list[str]:
 
 
 def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[str] = ()) -> Hang:
-    """ranks: as examined; nodes_of: rank -> node; silent: nodes that gave no report in time. The first of these that holds for some
-    ranks, but not for all: the rest waits for them."""
+    """ranks: as examined; nodes_of: rank -> node; silent: nodes that gave no report in time. The first of these kinds that holds
+    for any ranks: the rest waits for them."""
     known = {rank.rank: rank for rank in ranks}
     missing = [r for r in range(world) if r not in known]
     waits = [r for r in ranks if r.waiting]
@@ -346,8 +346,8 @@ def blame(ranks: list[Rank], world: int, nodes_of: dict[int, str], silent: list[
 
 
 def unreached(guilty: list[int], ranks: list[Rank]) -> tuple[list | None, bool]:
-    """([number, name], False) of the first collective that others have launched and a guilty rank has not; else (the first one that
-    others wait for, True), which it has launched but not finished."""
+    """([number, name], False) of the first collective that others have launched and a guilty rank has not; else (the first one
+    that others wait for, True), which it has launched but not finished."""
     others = [r for r in ranks if r.rank not in guilty]
     names = {int(number): name for r in others or ranks for number, name in r.recent.items()}
     own = [(r.launched or [0])[0] for r in ranks if r.rank in guilty]
@@ -381,20 +381,19 @@ def table(ranks: list[Rank]) -> str:
     def name(collective: list | None) -> str:
         return f"{collective[0]} {collective[1]}" if collective else "-"
 
-    rows = [("rank", "node", "pid", "state", "busy", "beat", "step", "phase", "launched", "waits for", "complete to", "in the kernel")]
+    rows = [("rank", "node", "pid", "state", "busy", "beat", "step", "phase", "launched", "waits for", "complete to",
+             "in the kernel")]
     for r in sorted(ranks, key=lambda r: r.rank):
         rows.append((str(r.rank), r.node, str(r.pid), r.state, f"{r.cpu:.0%}", f"{r.beat_age_s:.1f} s ago", str(r.step), r.phase,
                      name(r.launched), name(r.waiting), name(r.complete), r.wchan or "-"))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    stacks = Counter()
-    who = {}
+    who: dict[str, list[int]] = {}
     for r in ranks:
         if stack := "\n    ".join(main_stack(r)):
-            stacks[stack] += 1
             who.setdefault(stack, []).append(r.rank)
-    for stack, _ in stacks.most_common():
-        lines += [f"ranks {shortened(who[stack])}, innermost frame first:", f"    {stack}"]
+    for stack, found in sorted(who.items(), key=lambda item: -len(item[1])):
+        lines += [f"ranks {shortened(found)}, innermost frame first:", f"    {stack}"]
     return "\n".join(lines)
 
 

@@ -1,11 +1,11 @@
-"""The other fault harness: does the launcher tell kinds of failure apart, and do the right thing? A tiny run of two nodes and some
-spares goes through seeded faults of failing.py, and some that lie in how it is started.
+"""The other fault harness: does the launcher tell kinds of failure apart, and do the right thing? A tiny run of two nodes and
+some spares goes through seeded faults of failing.py, and some that lie in how it is started.
 
     python tests/soak.py --kinds failures --faults 100      all kinds
     python tests/soak.py --kinds hangs --faults 20          a rank stopped at random places
 
-Of each fault: cause, decision, exit code, excluded node, for a hang the rank and the collective. At the end the losses and weights are the
-undisturbed run's. Misjudged ones are counted, not fatal; anything else is."""
+Of each fault: cause, decision, exit code, excluded node, for a hang the rank and the collective. At the end the losses and
+weights are the undisturbed run's. Misjudged ones are counted, not fatal; anything else is."""
 
 import json
 import os
@@ -25,12 +25,14 @@ from errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_NO_SPACE, EXIT_OK, EXIT_STOP
 HERE = Path(__file__).resolve().parent
 TINY = ["--layers=2", "--width=32", "--heads=4", "--kv_heads=2", "--head_dim=8", "--expert_width=16", "--vocab=300",
         "--seq_len=32", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5", "--track_memory=0", "--max_skips=2"]
+SHAPE = ["--nodes", "2", "--ranks-per-node", "1", "--threads", "1"]
 EVERY = 3  # steps between checkpoints
 STEP_TIMEOUT_S = 6.0  # a step takes 0.05 s, but other work may share the machine
 SPARES = 2
 # kind -> cause, and the launcher's exit code if it must not go on
 EXPECTED = {"kill 9": (recover.KILLED, None), "kill 11": (recover.KILLED, None), "kill 15": (recover.KILLED, None),
-            "kill 15 at the start": (recover.KILLED, None), "node down": (recover.NODE, None), "damaged checkpoint": (recover.KILLED, None),
+            "kill 15 at the start": (recover.KILLED, None), "node down": (recover.NODE, None),
+            "damaged checkpoint": (recover.KILLED, None),
             "stopped": (recover.HANG, None), "busy": (recover.HANG, None), "asleep": (recover.HANG, None),
             "silent": (recover.HANG, None), "printing": (recover.HANG, None), "out of memory": (recover.MEMORY, None),
             "before the first line": (recover.START, None), "exception": (recover.ERROR, None),
@@ -56,8 +58,8 @@ class Failure(Exception):
 
 
 def plan_faults(count: int, kinds: list[str], chance: random.Random) -> list[dict]:
-    """All kinds equally often, in random order. A fruitless attempt must follow one of the same launch that made a step: else it is not
-    written down, or is the second that ends the launch."""
+    """All kinds equally often, in random order. A fruitless attempt must follow one of the same launch that made a step: else it
+    is not written down, or is the second that ends the launch."""
     names = [kind for _ in range(-(-count // len(kinds))) for kind in chance.sample(kinds, len(kinds))][:count]
     for number, kind in enumerate(names):
         if kind in FRUITLESS and (not number or names[number - 1] in (*FRUITLESS, *OUTSIDE, *stopping())):
@@ -83,9 +85,9 @@ def start(here: Path, faults: list[dict], steps: int, log) -> subprocess.Popen:
     lines = len(lines_of(here / "out" / "soak" / "attempts.jsonl"))
     (here / "plan.json").write_text(json.dumps({"lines": lines, "faults": faults}))
     budgets = ",".join(f"{cause}=1000" for cause in recover.BUDGETS)
-    argv = ["--nodes", "2", "--ranks-per-node", "1", "--threads", "1", "--spares", str(SPARES), "--retries", "1000", "--backoff", "0.05",
-            "--timeout", f"step={STEP_TIMEOUT_S},init=60,compile=30,checkpoint=30,end=30", "--budget", budgets, "--",
-            HERE / "failing.py", here / "plan.json", "--run=soak", *TINY, f"--steps={steps}", f"--ckpt_every={EVERY}", "--ckpt_keep=3"]
+    argv = [*SHAPE, "--spares", str(SPARES), "--retries", "1000", "--backoff", "0.05", "--budget", budgets,
+            "--timeout", f"step={STEP_TIMEOUT_S},init=60,compile=30,checkpoint=30,end=30", "--", HERE / "failing.py",
+            here / "plan.json", "--run=soak", *TINY, f"--steps={steps}", f"--ckpt_every={EVERY}", "--ckpt_keep=3"]
     environment = dict(os.environ)
     kind = faults[0]["kind"] if faults else ""
     if kind == "walltime":
@@ -161,10 +163,11 @@ def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
     back = [float(x) for x in re.findall(r"first step back ([\d.]+) s", text)]
     wall_s = sum(float(x) for x in re.findall(r"goodput \d+% \([\d.]+ s of steps that count in ([\d.]+) s\)", text))
     useful_s = sum(line["step_s"] for line in lines_of(here / "out" / "soak" / "metrics.jsonl"))
-    print(f"{count} faults ({', '.join(f'{n} x {kind}' for kind, n in sorted(number.items()))}) in {time.monotonic() - began:.0f} s, "
-          f"{len(wrongs)} misjudged; goodput {useful_s / wall_s:.0%}; from the last sign of life to the first step back: median "
-          f"{median(back):.1f} s, longest {max(back):.1f} s; losses and weights are the undisturbed run's. Stopped ranks, by whether "
-          f"they had launched the collective that is named: {dict(seen)}")
+    names = ", ".join(f"{n} x {kind}" for kind, n in sorted(number.items()))
+    print(f"{count} faults ({names}) in {time.monotonic() - began:.0f} s, {len(wrongs)} misjudged; goodput "
+          f"{useful_s / wall_s:.0%}; from the last sign of life to the first step back: median {median(back):.1f} s, longest "
+          f"{max(back):.1f} s; losses and weights are the undisturbed run's. Stopped ranks, by whether they had launched the "
+          f"collective that is named: {dict(seen)}")
     return wrongs
 
 
@@ -175,8 +178,9 @@ def tail(log, count: int = 3000) -> str:
 
 def check_end(here: Path, steps: int):
     """The undisturbed run, and that the soaked one has its bits."""
-    argv = [sys.executable, HERE.parent / "launch.py", "--nodes", "2", "--ranks-per-node", "1", "--threads", "1", "--", HERE.parent / "train.py"]
-    done = subprocess.run([*argv, "--run=whole", *TINY, f"--steps={steps}", f"--ckpt_every={EVERY}"], cwd=here, capture_output=True)
+    argv = [sys.executable, HERE.parent / "launch.py", *SHAPE, "--", HERE.parent / "train.py", "--run=whole", *TINY,
+            f"--steps={steps}", f"--ckpt_every={EVERY}"]
+    done = subprocess.run(argv, cwd=here, capture_output=True)
     if done.returncode:
         raise Failure(f"the undisturbed run failed: {done.stderr[-2000:]}")
     runs = [here / "out" / name for name in ("soak", "whole")]

@@ -1,22 +1,24 @@
 """Failures judged: pure judgements on made-up evidence, the launcher with real processes, and short faults of the tiny model.
 
-Most programs that the launcher starts here do without torch: they start in a tenth of a second, tell their progress and wait for each
-other as train.py does."""
+Most programs that the launcher starts here do without torch: they start in a tenth of a second, tell their progress and wait for
+each other as train.py does."""
 
 import json
-import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import launch
 import pytest
 import recover
 import watch
 from errors import EXIT_HANG, EXIT_STOPPED
-from recover import (CANCELLED, CONFIG, DIVERGED, DONE, ERROR, HANG, KILLED, MEMORY, NO_SPACE, NODE, NOT_SAVED, START, STOPPED, UNHEALTHY,
-                     Evidence, Exit, History, Limits, judge)
+from failures import lines_of
+from recover import (CANCELLED, CONFIG, DIVERGED, DONE, ERROR, HANG, KILLED, MEMORY, NO_SPACE, NODE, NOT_SAVED, START, STOPPED,
+                     UNHEALTHY, Evidence, Exit, History, Limits, judge)
 from soak import main as soak
 from test_launch import LAUNCH, PATIENCE_S, all_gone, environment, until
 
@@ -43,6 +45,7 @@ def hang(kind="stopped", ranks=(3,), nodes=("n1",)) -> watch.Hang:
 
 
 STUCK = {"step_before": 7}  # no new step
+HUNG = ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang())
 CASES = {
     # (evidence, cause, restart, code, excluded), with one spare
     "done": (ended(0, 0, 0, 0), DONE, False, 0, ()),
@@ -67,10 +70,9 @@ CASES = {
     "one node only": (ended(-9, -9, nodes=1), KILLED, True, 137, ()),
     "a node down, says the scheduler": (ended(1, 1, -9, 1, down={"n1": "not responding"}), NODE, True, 137, ("n1",)),
     "a node gone without a word": (ended(1, 1, None, None), NODE, True, 1, ("n1",)),
-    "a hang": (ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang()), HANG, True, 124, ()),
-    "a hang, and a node that does not answer": (ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang("unreachable"), silent=("n1",)),
-                                                NODE, True, 124, ("n1",)),
-    "a hang, and a node down": (ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang(), down={"n0": "drained"}), NODE, True, 124, ("n0",)),
+    "a hang": (HUNG, HANG, True, 124, ()),
+    "a hang, and a silent node": (replace(HUNG, hang=hang("unreachable"), silent=("n1",)), NODE, True, 124, ("n1",)),
+    "a hang, and a node down": (replace(HUNG, down={"n0": "drained"}), NODE, True, 124, ("n0",)),
     "out of memory, said so": (ended(1, 1, 71, 1), MEMORY, True, 71, ()),
     "out of memory at the first step": (ended(71, 1, 1, 1, **STUCK), MEMORY, False, 71, ()),
     "killed by 9 with no memory left": (page(ended(1, -9, 1, 1), 1, memory=0.004), MEMORY, True, 137, ()),
@@ -78,11 +80,14 @@ CASES = {
     "an error at the first step": (ended(1, 1, 1, 1, **STUCK), ERROR, False, 1, ()),
     "an abort because a peer has failed": (ended(1, -6, 1, 1), ERROR, True, 1, ()),
     "before the first line, everywhere": (ended(1, 1, 1, 1, page=None, **STUCK), START, True, 1, ()),
+    "an error in the start": (ended(1, 1, 1, 1, page={**PAGE, "phase": "init"}, **STUCK), START, True, 1, ()),
     "before the first line, on a node": (ended(None, None, 1, 1, page=None, **STUCK), START, True, 1, ("n1",)),
     "peers that the launcher has ended": (ended(-15, -15, -11, -15, ended=(0, 1, 3)), KILLED, True, 139, ()),
     "bad in a check": (ended(1, 1, -9, 1, suspects={"n0": "wrong product"}), KILLED, True, 137, ("n0",)),
-    "an error whose exit takes long": (page(ended(-9, -9, 1, 1, ended=(0, 1)), 0, ends=73, ends_at=99.0), NO_SPACE, False, 73, ()),
-    "an error whose exit hangs": (page(ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang()), 1, ends=1, ends_at=99.0), ERROR, True, 1, ()),
+    "an error whose exit aborts": (page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71,
+                                   ()),
+    "no space, a long exit": (page(ended(-9, -9, 1, 1, ended=(0, 1)), 0, ends=73, ends_at=99.0), NO_SPACE, False, 73, ()),
+    "an error whose exit hangs": (page(HUNG, 1, ends=1, ends_at=99.0), ERROR, True, 1, ()),
     "an abort before the exit that caused it": (page(ended(1, -6, 71, 1), 2, ends=71, ends_at=99.0), MEMORY, True,
                                                 71, ()),
     "no time left": (ended(1, 1, -9, 1, left_s=20.0), KILLED, False, 75, ()),
@@ -97,7 +102,8 @@ CASES["before the first line, on a node"] = (replace(CASES["before the first lin
 def test_judgement(name):
     e, cause, restart, code, excluded = CASES[name]
     verdict = judge(e, History(), Limits(), spares=1, now=0.0)
-    assert (verdict.cause.name, verdict.restart, verdict.code, tuple(verdict.exclude)) == (cause, restart, code, excluded), verdict
+    found = verdict.cause.name, verdict.restart, verdict.code, tuple(verdict.exclude)
+    assert found == (cause, restart, code, excluded), verdict
     assert not judge(e, History(), Limits(retries=0), 1, 0.0).restart
     assert verdict.restart or judge(e, History(), Limits(), 0, 0.0).code == code
 
@@ -131,7 +137,7 @@ def test_each_cause_has_its_budget_and_two_attempts_without_a_step_end_the_run()
     assert judge(ended(-9, 1, 1, 1), history, limits, 0, now).restart
     history.charged.append((now - 1, KILLED))
     assert "--budget killed" in judge(ended(-9, 1, 1, 1), history, limits, 0, now).why
-    assert judge(ended(-9, -9, -9, -9, ended=(0, 1, 2, 3), hang=hang()), history, limits, 0, now).restart
+    assert judge(HUNG, history, limits, 0, now).restart
     assert judge(ended(-9, 1, 1, 1), history, limits, 0, now + 24 * 3600).restart, "a day later"
     assert not judge(ended(-9, 1, 1, 1), history, replace(limits, retries=3), 0, now + 24 * 3600).restart
     first = judge(ended(-9, 1, 1, 1, **STUCK), History(), Limits(), 0, now)
@@ -177,24 +183,27 @@ def test_watchdog_forgives_time_in_which_the_launcher_itself_stood_still():
 # ---- who is to blame
 
 
-def rank(number, node, launched, waiting=None, state="S", cpu=0.0, **changes) -> watch.Rank:
+def rank(number, node, launched, waiting=None, state="S", cpu=0.0) -> watch.Rank:
     names = {str(n): f"purpose {n} over world" for n in range(max(1, launched - 60), launched + 1)}
     pair = {n: [n, f"purpose {n} over world"] for n in (launched, waiting) if n}
-    return replace(watch.Rank(number, node, 100 + number, 0.1, "step", 1.0, 5, pair.get(launched), pair.get(waiting), None, None, names, 0,
-                              0.5, 0, 0.0, state, cpu), **changes)
+    return watch.Rank(number, node, 100 + number, 0.1, "step", 1.0, 5, pair.get(launched), pair.get(waiting), None, None, names,
+                      0, 0.5, 0, 0.0, state, cpu)
 
 
 FOUR = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
 BLAMES = {
-    "stopped": ([rank(0, "n0", 9, 8), rank(1, "n0", 8, 7), rank(2, "n1", 6, state="T"), rank(3, "n1", 9, 9)], [2], ["n1"], 7, False),
-    "stopped in one that all have launched": ([rank(0, "n0", 9, 8), rank(1, "n0", 9, 9), rank(2, "n1", 9, 8, "T"), rank(3, "n1", 9, 9)], [2],
-                                              ["n1"], 8, True),
-    "busy": ([rank(0, "n0", 9, 9), rank(1, "n0", 8, cpu=0.9, state="R"), rank(2, "n1", 9, 9), rank(3, "n1", 9, 9)], [1], ["n0"], 9, False),
+    "stopped": ([rank(0, "n0", 9, 8), rank(1, "n0", 8, 7), rank(2, "n1", 6, None, "T"), rank(3, "n1", 9, 9)], [2], ["n1"], 7,
+                False),
+    "stopped in one that all have launched": (
+        [rank(0, "n0", 9, 8), rank(1, "n0", 9, 9), rank(2, "n1", 9, 8, "T"), rank(3, "n1", 9, 9)], [2], ["n1"], 8, True),
+    "busy": ([rank(0, "n0", 9, 9), rank(1, "n0", 8, None, "R", 0.9), rank(2, "n1", 9, 9), rank(3, "n1", 9, 9)], [1], ["n0"], 9,
+             False),
     "busy, though another waits with all its might": (
-        [rank(0, "n0", 9, 9, cpu=1.0, state="R"), rank(1, "n0", 8, cpu=0.9, state="R"), rank(2, "n1", 9, 9), rank(3, "n1", 9, 9)], [1],
-        ["n0"], 9, False),
+        [rank(0, "n0", 9, 9, "R", 1.0), rank(1, "n0", 8, None, "R", 0.9), rank(2, "n1", 9, 9), rank(3, "n1", 9, 9)], [1], ["n0"],
+        9, False),
     "asleep": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 9, 9), rank(3, "n1", 4)], [3], ["n1"], 5, False),
-    "blocked": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 9, 9), rank(3, "n1", 4, state="D")], [3], ["n1"], 5, False),
+    "blocked": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 9, 9), rank(3, "n1", 4, None, "D")], [3], ["n1"], 5,
+                False),
     "gone": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 9, 9), rank(3, "n1", 8, state="X")], [3], ["n1"], 9, False),
     "gone: no page": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 9, 9)], [3], ["n1"], 1, False),
     "behind": ([rank(0, "n0", 9, 9), rank(1, "n0", 9, 9), rank(2, "n1", 8, 8), rank(3, "n1", 9, 9)], [2], ["n1"], 9, False),
@@ -256,9 +265,10 @@ def test_a_page_tells_what_its_rank_does(tmp_path):
         seen = watch.read(file)
         assert (seen.rank, seen.node, seen.pid, seen.phase, seen.step, seen.asked) == (3, "n7", process.pid, "eval", 12, 15)
         assert seen.launched == seen.waiting == [200, "purpose 60 over node"][:1] + seen.launched[1:] and seen.complete[0] == 160
-        assert len(seen.recent) == watch.RING and seen.recent["200"] == seen.launched[1] and 0 < seen.memory <= 1 and seen.beat_age_s < 5
-        done = subprocess.run([sys.executable, LAUNCH.replace("launch.py", "watch.py"), "report", tmp_path / "pages"], capture_output=True,
-                              env=environment(NANO1T_NODE="n7"), check=True)
+        assert len(seen.recent) == watch.RING and seen.recent["200"] == seen.launched[1]
+        assert 0 < seen.memory <= 1 and seen.beat_age_s < PATIENCE_S
+        argv = [sys.executable, LAUNCH.replace("launch.py", "watch.py"), "report", tmp_path / "pages"]
+        done = subprocess.run(argv, capture_output=True, env=environment(NANO1T_NODE="n7"), check=True)
         (told,) = [watch.Rank(**r) for r in json.loads(done.stdout)]
         assert told.state == "S" and told.cpu < 0.2 and "in deep" in watch.main_stack(told)[0]
         process.send_signal(signal.SIGSTOP)
@@ -309,7 +319,9 @@ while step < 30:
     if step + 1 == when and str(RANK) in where: exec(what)
     meet("reduce")
     step += 1
-    if RANK == 0: told.setdefault("first_step", time.time()); told["useful_s"] = 0.01 * step; told["goodput"] = 0.5; (OUT / "saved").write_text(str(step))
+    if RANK == 0:
+        told = {"first_step": time.time(), **told, "useful_s": 0.01 * step}
+        (OUT / "saved").write_text(str(step))
     tell("step")
     os.write(1, b"\\xff\\xfe not text\\n")
     time.sleep(0.01)
@@ -326,24 +338,24 @@ import launch, recover; recover.PEER_GRACE_S, recover.TERM_GRACE_S, recover.POLL
 def mini(tmp_path, faults, *options, nodes=2, ranks=2):
     """faults: attempt -> (ranks as digits, step, what happens there before the step's second collective; step 0: before all)."""
     (tmp_path / "mini.py").write_text(MINI)
-    argv = [sys.executable, "-c", QUICK, "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--retries", "20", "--backoff", "0.02"]
-    return [*argv, *options, "--", "mini.py", json.dumps(faults)]
+    shape = ["--nodes", str(nodes), "--ranks-per-node", str(ranks)]
+    options = ["--retries", "20", "--backoff", "0.02", *options]
+    return [sys.executable, "-c", QUICK, *shape, *options, "--", "mini.py", json.dumps(faults)]
 
 
 def go(tmp_path, faults, *options, **shape):
     """(exit code, lines of attempts.jsonl, stderr)"""
-    done = subprocess.run(mini(tmp_path, faults, *options, **shape), cwd=tmp_path, capture_output=True, timeout=3 * PATIENCE_S, env=environment())
-    path = tmp_path / "out" / "mini" / "attempts.jsonl"
-    assert not list(Path("/dev/shm").glob(f"nano1t-{os.getpid()}-*"))
-    return done.returncode, [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else [], done.stderr.decode()
+    done = subprocess.run(mini(tmp_path, faults, *options, **shape), cwd=tmp_path, capture_output=True, timeout=3 * PATIENCE_S,
+                          env=environment())
+    return done.returncode, lines_of(tmp_path / "out" / "mini" / "attempts.jsonl"), done.stderr.decode()
 
 
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def test_a_launch_goes_through_faults_and_charges_each_to_its_cause(tmp_path):
-    faults = {1: ("1", 3, KILL), 2: ("2", 6, "os.kill(os.getpid(), signal.SIGSEGV)"), 3: ("3", 8, "os.kill(os.getpid(), signal.SIGTERM)"),
-              4: ("0", 12, "os.kill(os.getpid(), signal.SIGSTOP)"), 5: ("2", 15, "while True: pass"),
+    faults = {1: ("1", 3, KILL), 2: ("2", 6, KILL.replace("KILL", "SEGV")), 3: ("3", 8, KILL.replace("KILL", "TERM")),
+              4: ("0", 12, KILL.replace("KILL", "STOP")), 5: ("2", 15, "while True: pass"),
               6: ("0123", 18, "while not time.sleep(0.01): os.write(1, b'step 19 loss \\xff\\n')"), 7: ("1", 21, "sys.exit(71)"),
               8: ("0123", 0, "sys.exit(1)"), 9: ("2", 26, "sys.exit(1)")}
     code, lines, errors = go(tmp_path, faults, "--timeout", "step=2,compile=10")
@@ -356,7 +368,8 @@ def test_a_launch_goes_through_faults_and_charges_each_to_its_cause(tmp_path):
         ("stopped", [0], ["node0"]), ("busy", [2], ["node1"]), ("elsewhere", [0, 1, 2, 3], ["node0", "node1"])]
     assert lines[3]["hang"]["collective"][1] == "reduce over world" and not lines[3]["hang"]["reached"]
     assert "rank 0 (node0): stopped (SIGSTOP or a debugger), not at collective" in errors
-    assert "rank 1 was killed by signal 9 (SIGKILL)" in errors and "10 attempts, goodput" in errors and "crash to first step back" in errors
+    assert "rank 1 was killed by signal 9 (SIGKILL)" in errors
+    assert "10 attempts, goodput" in errors and "crash to first step back" in errors
     report = max((tmp_path / "out" / "mini").glob("hang-*.txt")).read_text()
     assert "innermost frame first" in report and 'File "<string>", line 1 in <module>' in report
 
@@ -383,14 +396,15 @@ def test_two_attempts_without_a_step_stop(tmp_path):
 
 
 def test_a_hang_that_is_given_up_ends_with_its_own_code(tmp_path):
-    code, lines, errors = go(tmp_path, {1: ("1", 5, "time.sleep(100)")}, "--retries", "0", "--timeout", "step=1.5,compile=10", ranks=1)
+    options = ["--retries", "0", "--timeout", "step=1.5,compile=10"]
+    code, lines, errors = go(tmp_path, {1: ("1", 5, "time.sleep(100)")}, *options, ranks=1)
     assert code == EXIT_HANG and lines[0]["hang"]["kind"] == "asleep" and lines[0]["hang"]["ranks"] == [1], errors
 
 
 def test_budgets_can_be_set(tmp_path):
     code, lines, errors = go(tmp_path, {1: ("1", 5, KILL)}, "--budget", "killed=0", ranks=1)
     assert code == 137 and len(lines) == 1 and "--budget killed=n" in errors
-    for option, value in (("--budget", "killed"), ("--budget", "luck=3"), ("--timeout", "step=-1"), ("--timeout", "nap=3"), ("--retries", "-1")):
+    for option, value in (("--budget", "killed"), ("--budget", "luck=3"), ("--timeout", "step=-1"), ("--retries", "-1")):
         done = subprocess.run(mini(tmp_path, {}, option, value), capture_output=True, env=environment(), cwd=tmp_path)
         assert done.returncode == 2 and option.encode() in done.stderr
 
@@ -409,9 +423,9 @@ def test_a_signal_between_two_attempts_ends_the_launch(tmp_path, monkeypatch):
 
 def test_nothing_is_left_of_a_launch_whose_launcher_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with subprocess.Popen(
-            mini(tmp_path, {1: ("0123", 3, "open(f'{os.getpid()}.pid', 'w').close(); signal.pause()")}), stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env=environment()) as process:
+    faults = {1: ("0123", 3, "open(f'{os.getpid()}.pid', 'w').close(); signal.pause()")}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(mini(tmp_path, faults), **quiet, env=environment()) as process:
         until(lambda: len(list(tmp_path.glob("*.pid"))) == 4, "the ranks")
         pages = list(Path("/dev/shm").glob(f"nano1t-{process.pid}-*/1/rank-00003"))
         process.kill()
@@ -419,6 +433,16 @@ def test_nothing_is_left_of_a_launch_whose_launcher_is_killed(tmp_path, monkeypa
     all_gone([int(path.stem) for path in tmp_path.glob("*.pid")])
     assert len(pages) == 1
     until(lambda: not pages[0].parent.parent.exists(), "the end of the pages")
+
+
+def test_the_port_is_kept_for_rank_0_and_given_to_nobody_else():
+    with launch.reserve_port(None) as reserved:
+        port = reserved.getsockname()[1]
+        socket.create_server(("", port)).close()
+        for _ in range(300):
+            with socket.create_server(("", 0)) as other:
+                assert other.getsockname()[1] != port
+        launch.reserve_port(port).close()
 
 
 # ---- the tiny model
