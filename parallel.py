@@ -223,7 +223,7 @@ class Pending:
             self._work.wait()
             waited_s = time.perf_counter() - start
             PAGE.waited()
-            if self._entry and (device := self._keep[0].device).type != "cpu":
+            if self._entry and PAGE.thread and (device := self._keep[0].device).type != "cpu":
                 PAGE.passes(self._entry, torch.accelerator.current_stream(device).record_event())
             WIRE.waited_s, WIRE.waited[self.purpose] = WIRE.waited_s + waited_s, WIRE.waited[self.purpose] + waited_s
         out = self._result() if self._result else self._keep[-1]

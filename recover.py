@@ -80,7 +80,8 @@ class Evidence:
     exits: dict[int, Exit]
     ended: tuple[int, ...] = ()  # ranks that the launcher ended because of the others, or of the hang
     step_before: int = 0  # the furthest step of the attempts before
-    step_after: int = 0
+    step_after: int = 0  # the furthest now
+    step_here: int = 0  # where this attempt ended
     down: dict[str, str] = field(default_factory=dict)  # of these nodes, those that the scheduler calls unusable, in its words
     suspects: dict[str, str] = field(default_factory=dict)  # nodes that have failed a check since, and how
     asked: tuple[str, ...] = ()  # signals that the launcher got and passed on
@@ -112,8 +113,8 @@ def read_exits(folder: Path) -> dict[int, Exit]:
 
 
 def by_themselves(e: Evidence) -> list[Exit]:
-    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an exit
-    may take long, crash, or hang until the launcher ends it."""
+    """How ranks ended that the launcher did not end; and those that had said with which code they would, when they failed: an
+    exit may take long, crash, or hang until the launcher ends it."""
     found = []
     for rank, exit in sorted(e.exits.items()):
         if said := exit.page and exit.page["ends"]:
@@ -268,9 +269,9 @@ def judge(e: Evidence, history: History, limits: Limits, spares: int, now: float
     fruitless = 0 if progress else history.fruitless + 1
     strikes, exclude = {}, dict(e.suspects)
     if cause.name in (NODE, KILLED, HANG, START, ERROR) and len(cause.nodes) == 1 or cause.firm:
-        strikes = {node: cause.why for node in cause.nodes}
+        strikes = {node: f"{cause.why} (after step {e.step_here})" for node in cause.nodes}
     for node, why in strikes.items():
-        before = history.strikes.get(node, [])
+        before = [text for text in history.strikes.get(node, []) if text != why]  # the same twice is rather the program
         if cause.firm or len(before) + 1 >= STRIKES or cause.name == NODE:
             exclude.setdefault(node, " | ".join([*before, why]))
     unusable = [node for node in exclude if cause.firm or node in e.suspects]
@@ -297,7 +298,7 @@ def judge(e: Evidence, history: History, limits: Limits, spares: int, now: float
         return verdict(False, f"its {allowed} restarts in {limits.hours:g} hours (--budget {cause.name}=n) are used")
     if len(exclude) > spares:
         return verdict(False, f"{', '.join(exclude)} cannot be used and there are {spares} spare nodes (--spares)")
-    if fruitless >= 2 and not (cause.firm and exclude):
+    if fruitless >= 2 and not unusable:
         return verdict(False, f"{fruitless} attempts in a row brought no new step")
     if e.left_s is not None and e.left_s < limits.start_s:
         return verdict(False, f"{e.left_s:.0f} s are left of the job, less than a start takes", EXIT_STOPPED)
@@ -339,7 +340,7 @@ class Watchdog:
                 f"(--timeout {phase}=s)")
 
     def allowed(self, phase: str, step_s: float) -> float:
-        known = self.timeouts.get(phase, self.timeouts["init"])
+        known = self.timeouts.get(phase, self.timeouts["end"])
         return known or max(STEP_FLOOR_S, STEP_FACTOR * step_s)
 
 
@@ -390,7 +391,7 @@ class Attempt:
         self.began, self.progress = time.time(), {}
         self.failed: float | None = None  # monotonic seconds of the first failure that was seen
         self.own: set[int] = set()  # ranks that ended before the launcher ended the rest
-        self.ending = self.told = False
+        self.ending = self.killed = False
         self.hang, self.ranks, self.silent = None, [], ()
 
     def run(self, command: list[str], environment: dict[str, str], inbox, requests: Requests):
@@ -400,7 +401,7 @@ class Attempt:
         self.handle = self.starter.start(self.nodes, command, environment, self.folder)
         dog = Watchdog(self.options.timeouts, time.monotonic())
         try:
-            while not self.handle.poll(0):
+            while not (self.handle.poll(0) or self.killed):
                 self.end_peers()
                 for number in inbox.wait(self.due()):
                     requests.take(number, self.handle, self.world() - len(self.handle.codes()))
@@ -435,7 +436,12 @@ class Attempt:
             self.ending, self.own = True, set(codes)
             self.handle.send(signal.SIGTERM)
         if now >= self.failed + PEER_GRACE_S + TERM_GRACE_S:
-            self.handle.kill()
+            self.kill()
+
+    def kill(self):
+        """Ends the attempt; a process that the kernel holds, or that cannot be reached, is left to it."""
+        self.killed = True
+        self.handle.kill()
 
     def hung(self, why: str):
         """Gathers what the nodes know, says who is to blame, and ends the attempt."""
@@ -450,8 +456,9 @@ class Attempt:
             self.silent += () if code == 0 else (node,)
         nodes_of = {rank: self.nodes[rank // self.starter.ranks_per_node] for rank in range(self.world())}
         self.hang = watch.blame(self.ranks, self.world(), nodes_of, self.silent)
-        say(f"hang: {why}\n{self.hang.text}\n{watch.table(self.ranks)}")
-        self.handle.kill()
+        shown = sorted(self.ranks, key=lambda rank: (rank.rank not in self.hang.ranks, rank.rank))[:32]
+        say(f"hang: {why}\n{self.hang.text}\n{watch.table(shown)}")
+        self.kill()
 
     def evidence(self, step_before: int, asked: tuple[str, ...]) -> Evidence:
         options, exits = self.options, read_exits(self.folder)
@@ -460,8 +467,8 @@ class Attempt:
         down = {node: why for node, why in self.starter.unusable().items() if node in self.nodes}
         left_s = min((end for end in (options.end_of_job, self.progress.get("end")) if end), default=None)
         e = Evidence(tuple(self.nodes), self.starter.ranks_per_node, exits, tuple(sorted(set(range(self.world())) - self.own)),
-                     step_before, max(step_before, self.progress.get("step", 0)), down, {}, asked, self.hang, self.silent,
-                     left_s - time.time() if left_s else None)
+                     step_before, max(step_before, self.progress.get("step", 0)), self.progress.get("step", 0), down, {}, asked,
+                     self.hang, self.silent, left_s - time.time() if left_s else None)
         if options.check and cause_of(e).name in (KILLED, HANG, ERROR, START):
             e = replace(e, suspects=options.check(self.nodes))
         return e
@@ -579,18 +586,18 @@ def record(run: Path | None, attempt: Attempt, e: Evidence, verdict: Verdict, hi
     first = first_failure(by_themselves(e))
     line = {"attempt": attempt.number, "began": attempt.began, "ended": time.time(), "nodes": e.nodes,
             "codes": dict(Counter(str(exit.code) for exit in e.exits.values())), "first": first and asdict(first),
-            "step_before": e.step_before, "step_after": e.step_after, "cause": verdict.cause.name, "why": verdict.cause.why,
+            "step_before": e.step_before, "step_after": e.step_after, "step_here": e.step_here, "cause": verdict.cause.name, "why": verdict.cause.why,
             "restart": verdict.restart, "decision": verdict.why, "code": verdict.code,
             "charged": Counter(name for _, name in history.charged), "strikes": verdict.strikes,
             "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked, "down": e.down,
             "suspects": e.suspects, "hang": e.hang and asdict(e.hang), "left_s": e.left_s, "wait_s": verdict.wait_s}
     try:
-        with open(run / "attempts.jsonl", "a") as file:
+        with open(run / "attempts.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         if e.hang:
             stacks = "\n".join(f"rank {rank.rank}\n{rank.stacks}" for rank in attempt.ranks)
             text = f"{e.hang.text}\n{watch.table(attempt.ranks)}\n\n{stacks}"
-            (run / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt").write_text(text)
+            (run / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt").write_text(text, encoding="utf-8")
     except OSError as error:
         say(f"{run}: how attempt {attempt.number} ended could not be written there ({error.strerror})")
 

@@ -40,7 +40,7 @@ PHASES = ("start", "init", "data", "compile", "step", "eval", "checkpoint", "end
 # its number << 8 | its name's place in the table: number and name never disagree.
 MAGIC = int.from_bytes(b"nano1t\0\1", "little")
 WORDS = ("magic", "pid", "rank", "world", "started", "beat", "phase", "phase_since", "step", "launched", "waiting", "complete",
-         "oldest", "asked", "memory", "ends", "ends_at")
+         "oldest", "asked", "memory", "ends", "ends_at", "queued")
 AT = {name: i for i, name in enumerate(WORDS)}
 RING_AT, RING = 32, 128  # the last collectives, at their number modulo RING
 NODE_AT, NAMES_AT, NAME_BYTES, NAMES = 2048, 2112, 64, 64
@@ -118,8 +118,8 @@ class Page:
 
     def passes(self, entry: list, event):
         """On an accelerator wait() returns at once: from now on the poller asks an event of the stream that waits, which holds no
-        memory."""
-        entry[1] = lambda: event
+        memory, and the rank waits for the oldest that is not complete."""
+        self.words[AT["queued"]], entry[1] = 1, lambda: event
 
     def _name(self, group: str, purpose: str) -> int:
         place = self.names[group, purpose] = min(len(self.names), NAMES - 1)
@@ -128,16 +128,21 @@ class Page:
         return place
 
     def _beat(self):
-        flying, beats = self.in_flight, 0
+        beats = 0
         while True:
             self.times[AT["beat"]] = time.time()
             if beats % 8 == 0:
                 self.times[AT["memory"]] = free_memory()
-            while flying and done(flying[0][1]()):
-                self.words[AT["complete"]] = max(flying.popleft()[0], self.words[AT["complete"]])
-            self.words[AT["oldest"]] = flying[0][0] if flying else 0
+            self.poll()
             beats += 1
             time.sleep(BEAT_S)
+
+    def poll(self):
+        """How far the collectives are complete, in the order in which they were launched."""
+        flying = self.in_flight
+        while flying and done(flying[0][1]()):
+            self.words[AT["complete"]] = flying.popleft()[0]
+        self.words[AT["oldest"]] = flying[0][0] if flying else 0
 
 
 LAUNCHED, WAITING = AT["launched"], AT["waiting"]
@@ -195,7 +200,7 @@ class Rank:
     phase_s: float
     step: int
     launched: list | None
-    waiting: list | None  # the one it waits for now
+    waiting: list | None  # the one it waits for now; where waits only queue, the oldest that is not complete
     complete: list | None  # all before it are complete, as far as the poller saw
     oldest: list | None  # in flight
     recent: dict[str, str]  # number -> name of the last launched
@@ -225,11 +230,11 @@ def read(path: Path) -> Rank | None:
     def collective(token: int) -> list | None:
         return [token >> 8, text(NAMES_AT + (token & 255) * NAME_BYTES)] if token else None
 
-    now = time.time()
+    now, waiting = time.time(), words[AT["waiting"]] or words[AT["oldest"]] * words[AT["queued"]]
     ring = sorted(filter(None, words[RING_AT : RING_AT + RING]))
     return Rank(words[AT["rank"]], text(NODE_AT), words[AT["pid"]], round(now - times[AT["beat"]], 2),
                 PHASES[words[AT["phase"]] % len(PHASES)], round(now - times[AT["phase_since"]], 2), words[AT["step"]],
-                *(collective(words[AT[name]]) for name in ("launched", "waiting", "complete", "oldest")),
+                *map(collective, (words[AT["launched"]], waiting, words[AT["complete"]], words[AT["oldest"]])),
                 {str(number): name for number, name in map(collective, ring)}, words[AT["asked"]], round(times[AT["memory"]], 4),
                 words[AT["ends"]], times[AT["ends_at"]])
 
@@ -296,7 +301,7 @@ class Hang:
     text: str = ""
 
 
-MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone", "unreachable": "on a node that does not answer",
+MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone, or not there yet", "unreachable": "on a node that does not answer",
            "blocked": "blocked in the kernel", "busy": "busy outside of any collective",
            "asleep": "asleep outside of any collective", "behind": "behind the others",
            "collective": "all in the same collective: a link or a network card", "livelock": "all running, none in a collective",
