@@ -314,17 +314,28 @@ def chained(scheduler: str, options: argparse.Namespace, command: list[str]):
     chain = Chain(scheduler, options, Path("out", run_name(command)))
     try:
         yield chain
+    except ShortOfNodes:
+        chain.short = True
+        raise
     finally:
         chain.end()
+
+
+class ShortOfNodes(LaunchError):
+    """Too few nodes of an allocation can be used: another one may do."""
 
 
 class Chain:
     """The job that follows this one. It is submitted before the run starts, not after it stopped: so it waits in the queue while
     this one runs, and comes even if this one's first node dies. Its dependency keeps it from starting earlier. A run that is
-    done, or that failed in a way that would repeat, takes it out again; so does the file out/<run>/stop."""
+    done, was cancelled, or failed in a way that would repeat takes it out again; so does the file out/<run>/stop. What lies with
+    this job's nodes, another job's may do better."""
+
+    others_may = ("stopped", "node", "hang", "killed", "start")  # causes of recover.py
 
     def __init__(self, scheduler: str, options: argparse.Namespace, folder: Path) -> None:
-        self.scheduler, self.stop_file, self.follower, self.code = scheduler, folder / "stop", "", EXIT_FAILED
+        self.scheduler, self.folder, self.stop_file, self.began = scheduler, folder, folder / "stop", time.time()
+        self.follower, self.code, self.short = "", EXIT_FAILED, False
         self.left = int(os.environ.get(CHAIN_VAR) or options.chain)
         script = os.environ.get(SCRIPT_VAR, "")
         if self.left < 1 or not script or self.stopped():
@@ -340,8 +351,16 @@ class Chain:
     def stopped(self) -> bool:
         return self.stop_file.exists()
 
+    def cause(self) -> str:
+        """Of the end of this job's last attempt, as the run's record says."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            last = json.loads((self.folder / "attempts.jsonl").read_text().splitlines()[-1])
+            return last["cause"] if last["ended"] >= self.began else ""
+        return ""
+
     def end(self) -> None:
-        if self.follower and (self.code != EXIT_STOPPED or self.stopped()):
+        goes_on = self.code == EXIT_STOPPED or self.short or self.code != EXIT_OK and self.cause() in self.others_may
+        if self.follower and (self.stopped() or not goes_on):
             why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {self.code}"
             print(f"job {self.follower} is not needed: {why}", file=sys.stderr, flush=True)
             quiet([{"slurm": "scancel", "pbs": "qdel"}[self.scheduler], self.follower])
@@ -712,8 +731,11 @@ def prepare(starter: Starter, options: argparse.Namespace, command: list[str]) -
         starter.python = report.python
         starter.unfit |= {node: f"the environment could not be copied there: {why}" for node, why in report.failed.items()}
         say(f"environment copied to {len(nodes) - len(report.failed)} of {len(nodes)} nodes in {report.seconds:.1f} s: {report.python}")
-    for node, why in starter.unfit.items():
+    lost = down | starter.unfit
+    for node, why in lost.items():
         say(f"node {node} is left out: {why}")
+    if len(starter.nodes()) - len(lost) < options.nodes:
+        raise ShortOfNodes(f"{options.nodes} nodes are needed, {len(starter.nodes()) - len(lost)} can be used")
 
 
 def node_check(starter: Starter):

@@ -616,6 +616,8 @@ class Ranks:
 class Local:
     """Starts ranks on this machine, whose nodes are simulated: node0, node1, ..."""
 
+    reserved: socket.socket | None = None  # of the attempt's port
+
     def __init__(self, nodes: int, ranks_per_node: int, port: int | None, threads: int | None, guard: Guard, mark: str) -> None:
         self.names, self.ranks_per_node = [f"node{n}" for n in range(nodes)], ranks_per_node
         self.port, self.threads, self.guard, self.mark, self.attempts = port, threads, guard, mark, 0
@@ -625,6 +627,10 @@ class Local:
 
     def unusable(self) -> dict[str, str]:
         return {}
+
+    def close(self) -> None:
+        if self.reserved:
+            self.reserved.close()
 
     def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Ranks:
         """Raises LaunchError when there is no port for them to meet."""
@@ -742,8 +748,9 @@ def main(argv: list[str] | None = None) -> int:
     guard = Guard(mark, [folder, pages])
     try:
         if scheduler == "none":
-            starter = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
-            return recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+            local = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
+            with contextlib.closing(local):
+                return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)
         starter = cluster.starter(scheduler, site, options, mark)
         with cluster.chained(scheduler, options, command) as chain:
             cluster.prepare(starter, options, command)

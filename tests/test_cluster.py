@@ -185,7 +185,11 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
     monkeypatch.setenv("PBS_JOBID", "7.server")
     monkeypatch.setenv(cluster.SCRIPT_VAR, "/jobs/x.sh")
     options = launch.parse(["--chain", "2", "--", str(ROOT / "train.py")])[0]
-    for code, deleted in ((75, False), (0, True), (2, True)):
+    cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False, "hang"),
+             (137, False, "node"), (1, True, "node of an earlier job")]
+    for code, deleted, cause in cases:
+        ended = 0 if "earlier" in cause else 9e9
+        (tmp_path / "attempts.jsonl").write_text(json.dumps({"cause": cause.split()[0] if cause else "", "ended": ended}) + "\n")
         (bare / "said").unlink(missing_ok=True)
         monkeypatch.delenv(cluster.CHAIN_VAR, raising=False)
         chain = cluster.Chain("pbs", options, tmp_path)
