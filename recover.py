@@ -199,6 +199,8 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
     lost_nodes = [node for n, node in enumerate(e.nodes) if set(e.ranks_of(n)) <= set(lost)]
     if lost_nodes and len(lost_nodes) < len(e.nodes):
         return Cause(NODE, f"nothing is left of {', '.join(lost_nodes)}", tuple(lost_nodes), code=code)
+    if not e.exits:  # not even their wrappers could tell: srun or mpiexec did not start, or was ended with all of them
+        return Cause(KILLED if e.step_after > e.step_before else START, "all ranks are gone, nobody knows how", code=code)
     if first is None:
         return Cause(ERROR, f"ranks {watch.shortened(lost)} are gone, nobody knows how", code=code)
     if first.code == EXIT_OUT_OF_MEMORY:
