@@ -2,6 +2,7 @@
 
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
+    python launch.py --nodes 2 --spares 1 --timeout 60 -- train.py             one more to put in; a step of 60 s is a hang
     torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 
@@ -314,6 +315,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
         return int(text)
 
+    def duration(text: str) -> float:
+        try:
+            if 0 <= float(text) < float("inf"):
+                return float(text)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds >= 0")
+
     def whole(text: str) -> int:
         if not text.isdecimal():
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 0")
@@ -354,10 +363,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--retries", "--restarts", type=whole, help="restarts in all; 0: none (default: "
                         f"{recover.Limits.retries} for {', '.join(RESUMABLE)}, which go on from a checkpoint, 0 for others)")
     parser.add_argument("--timeout", type=seconds, help="seconds without progress that make a hang: of a step, or by phase as in "
-                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)})")
+                        f"step=60,init=600 (phases: {', '.join(recover.TIMEOUTS)}; default of a step: {recover.STEP_FACTOR:g} "
+                        f"times the median of recent ones, at least {recover.STEP_FLOOR_S:g})")
     parser.add_argument("--budget", type=number, default={}, help="restarts per cause and day, as in hang=3,killed=5 "
                         f"(causes: {', '.join(recover.BUDGETS)})")
-    parser.add_argument("--backoff", type=float, default=recover.Limits.backoff_s, help="seconds before a restart (default "
+    parser.add_argument("--backoff", type=duration, default=recover.Limits.backoff_s, help="seconds before a restart (default "
                         f"{recover.Limits.backoff_s:g}); doubles while nothing comes of it")
     cluster.add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)

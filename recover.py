@@ -588,7 +588,8 @@ def record(run: Path | None, attempt: Attempt, e: Evidence, verdict: Verdict, hi
     first = first_failure(by_themselves(e))
     line = {"attempt": attempt.number, "began": attempt.began, "ended": time.time(), "nodes": e.nodes,
             "codes": dict(Counter(str(exit.code) for exit in e.exits.values())), "first": first and asdict(first),
-            "step_before": e.step_before, "step_after": e.step_after, "step_here": e.step_here, "cause": verdict.cause.name, "why": verdict.cause.why,
+            "step_before": e.step_before, "step_after": e.step_after, "step_here": e.step_here,
+            "cause": verdict.cause.name, "why": verdict.cause.why,
             "restart": verdict.restart, "decision": verdict.why, "code": verdict.code,
             "charged": Counter(name for _, name in history.charged), "strikes": verdict.strikes,
             "excluded": {node: history.excluded[node] for node in verdict.exclude}, "asked": e.asked, "down": e.down,

@@ -301,8 +301,9 @@ class Hang:
     text: str = ""
 
 
-MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone, or not there yet", "unreachable": "on a node that does not answer",
-           "blocked": "blocked in the kernel", "busy": "busy outside of any collective",
+MEANING = {"stopped": "stopped (SIGSTOP or a debugger)", "gone": "gone, or not there yet",
+           "unreachable": "on a node that does not answer", "blocked": "blocked in the kernel",
+           "busy": "busy outside of any collective",
            "asleep": "asleep outside of any collective", "behind": "behind the others",
            "collective": "all in the same collective: a link or a network card", "livelock": "all running, none in a collective",
            "elsewhere": "all outside of any collective", "unknown": "not to be told apart"}

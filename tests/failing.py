@@ -2,7 +2,7 @@
 
 PLAN: a JSON file {"lines": n, "faults": [{"kind", "rank", "ahead", "at"}, ...]}: the first attempt once out/NAME/attempts.jsonl
 has n lines has the first fault, and so on. It strikes in that rank, or in all, so many steps after the furthest one of the
-attempts before, and before the at-th collective there. Then "struck" beside the plan takes what a judge should find: the collective."""
+attempts before, and before the at-th collective there. Then "struck" beside the plan takes that collective."""
 
 import json
 import os

@@ -78,11 +78,10 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def start(here: Path, faults: list[dict], steps: int, log) -> subprocess.Popen:
-    """A launch that goes through these faults until one of them ends it."""
+def start(here: Path, lines: int, faults: list[dict], steps: int, log) -> subprocess.Popen:
+    """A launch that goes through these faults until one of them ends it. lines: that attempts.jsonl has now."""
     for name in ("down.json", "struck"):
         (here / name).unlink(missing_ok=True)
-    lines = len(lines_of(here / "out" / "soak" / "attempts.jsonl"))
     (here / "plan.json").write_text(json.dumps({"lines": lines, "faults": faults}))
     budgets = ",".join(f"{cause}=1000" for cause in recover.BUDGETS)
     argv = [*SHAPE, "--spares", str(SPARES), "--retries", "1000", "--backoff", "0.05", "--budget", budgets,
@@ -98,12 +97,14 @@ def start(here: Path, faults: list[dict], steps: int, log) -> subprocess.Popen:
                             stderr=subprocess.STDOUT, env=environment)
 
 
-def wrong(fault: dict, line: dict, struck: dict | None) -> str:
-    """What the launcher has misjudged, or ""."""
+def wrong(fault: dict, line: dict, before: dict, struck: dict | None) -> str:
+    """What the launcher has misjudged, or "". before: what had been charged to each cause in this launch."""
     cause, code = EXPECTED[fault["kind"]]
     found = [] if line["cause"] == cause else [f"cause {line['cause']}"]
     found += [] if line["restart"] == (code is None) else [f"restart {line['restart']}: {line['decision']}"]
     found += [] if code in (None, line["code"]) else [f"code {line['code']}"]
+    charged = Counter(before) + Counter([cause] if code is None else [])
+    found += [] if line["charged"] == charged else [f"charged {line['charged']}, should be {dict(charged)}"]
     node = line["nodes"][fault["rank"]]
     if fault["kind"] == "node down" and list(line["excluded"]) != [node]:
         found.append(f"excluded {list(line['excluded'])}, {node} is down")
@@ -113,22 +114,24 @@ def wrong(fault: dict, line: dict, struck: dict | None) -> str:
         named = line["hang"]
         if (named["kind"], named["ranks"], named["nodes"]) != (fault["kind"], [fault["rank"]], [node]):
             found.append(f"blamed {named['text']}")
-        if fault["kind"] == "stopped" and struck and not named["reached"] and named["collective"] != struck["collective"]:
-            found.append(f"named {named['collective']}, it was stopped before {struck['collective']}")
+        if fault["kind"] == "stopped":  # where others wait for one before, that one is named
+            right = named["collective"] == struck["collective"]
+            if named["reached"]:
+                right = named["collective"][0] < struck["collective"][0]
+            found += [] if right else [f"named {named['collective']}, it was stopped before {struck['collective']}"]
     return "; ".join(found)
 
 
-def follow(here: Path, process: subprocess.Popen, faults: list[dict], wrongs: list[str], seen: Counter) -> int:
-    """Compares each attempt with its fault, until the launch ends; returns how many faults are behind."""
-    path, done, before = here / "out" / "soak" / "attempts.jsonl", 0, 0
-    before = len(lines_of(path))
+def follow(here: Path, process: subprocess.Popen, before: int, faults: list[dict], wrongs: list[str], seen: Counter) -> int:
+    """Compares each attempt with its fault, until the launch ends; returns how many faults are behind. before: lines at first."""
+    path, done, charged = here / "out" / "soak" / "attempts.jsonl", 0, {}
     while True:
         ended = process.poll() is not None
         for line in lines_of(path)[before + done :]:
             struck = json.loads((here / "struck").read_text()) if (here / "struck").exists() else None
             if done < len(faults):
                 fault = faults[done]
-                error = wrong(fault, line, struck)
+                error, charged = wrong(fault, line, charged, struck), line["charged"]
                 seen["reached" if line["hang"] and line["hang"]["reached"] else "not reached"] += fault["kind"] == "stopped"
                 wrongs += [f"{fault}: {error}"] if error else []
                 print(f"{fault['kind']:<22} step {line['step_after']:>4}  {line['cause']:<9} {line['why'][:100]}  "
@@ -149,8 +152,9 @@ def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
         rest = faults[done:]
         inside = next((i for i, fault in enumerate(rest) if fault["kind"] in OUTSIDE), len(rest))
         batch = rest[: max(inside, 1)]
-        process = start(here, batch, steps, log)
-        behind, code = follow(here, process, batch, wrongs, seen), process.returncode
+        lines = len(lines_of(here / "out" / "soak" / "attempts.jsonl"))
+        process = start(here, lines, batch, steps, log)
+        behind, code = follow(here, process, lines, batch, wrongs, seen), process.returncode
         if batch and batch[0]["kind"] == "bad flag":
             behind = 1
             wrongs += [] if code == EXIT_CONFIG else [f"{batch[0]}: code {code}"]

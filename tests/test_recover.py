@@ -407,7 +407,7 @@ def test_a_killed_node_is_replaced_and_never_returns(tmp_path):
     assert "all ranks of node1, and only they, were killed by signal 9" in lines[0]["excluded"]["node1"]["why"]
 
 
-@pytest.mark.parametrize("number", [2, 65, 70, 71, 73, 74])
+@pytest.mark.parametrize("number", [2, 71, 73])
 def test_what_will_fail_again_stops_at_once_and_costs_no_spare(tmp_path, number):
     step = 1 if number == 71 else 5
     code, lines, errors = go(tmp_path, {1: ("1", step, f"sys.exit({number})")}, "--spares", "1", ranks=1)
@@ -429,7 +429,8 @@ def test_a_hang_that_is_given_up_ends_with_its_own_code(tmp_path):
 def test_budgets_can_be_set(tmp_path):
     code, lines, errors = go(tmp_path, {1: ("1", 5, KILL)}, "--budget", "killed=0", ranks=1)
     assert code == 137 and len(lines) == 1 and "--budget killed=n" in errors
-    for option, value in (("--budget", "killed"), ("--budget", "luck=3"), ("--timeout", "step=-1"), ("--retries", "-1")):
+    for line in ("--budget killed", "--budget luck=3", "--timeout step=-1", "--retries -1", "--backoff nan"):
+        option, value = line.split()
         done = subprocess.run(mini(tmp_path, {}, option, value), capture_output=True, env=environment(), cwd=tmp_path)
         assert done.returncode == 2 and option.encode() in done.stderr
 
@@ -474,5 +475,5 @@ def test_the_port_is_kept_for_rank_0_and_given_to_nobody_else():
 
 
 def test_the_tiny_model_goes_through_faults_and_ends_with_the_same_bits(capfd):
-    """One of three nodes set down, a damaged checkpoint, a rank stopped in a collective; `make soak` has all kinds."""
-    assert soak(["--kinds", "node down,damaged checkpoint,stopped", "--faults", "3", "--seed", "1"]) == 0, capfd.readouterr().out
+    """A node set down and replaced by a spare, a rank stopped in a collective; soak.py --kinds failures has all kinds."""
+    assert soak(["--kinds", "node down,stopped", "--faults", "2", "--seed", "1"]) == 0, capfd.readouterr().out
