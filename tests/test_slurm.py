@@ -294,7 +294,9 @@ def pbs(request, tmp_path):
         pytest.skip("no MPI is installed (package mpich)")
     (tmp_path / "bin").mkdir()
     texts = {"bin/mpiexec": f'#!/bin/sh\nexec {program} "$@"\n',
-             "rsh": f'#!/bin/sh\necho "$1" >> {tmp_path}/reached\nshift\nexec /bin/sh -c "$*"\n'}
+             "rsh": f'#!/bin/sh\necho "$1" >> {tmp_path}/reached\n'
+                    # a temporary directory for each host: daemons of Open MPI that share one trip over each other
+                    f'export TMPDIR={tmp_path}/$1\nmkdir -p "$TMPDIR"\nshift\nexec /bin/sh -c "$*"\n'}
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
