@@ -193,6 +193,23 @@ def test_arguments_arrive_unchanged_inside_an_allocation_and_through_the_queue(s
     assert [json.loads(Path(f"{script}{rank}").read_text())[0] for rank in range(4)] == [TORTURE] * 4
 
 
+def test_ranks_run_on_the_nodes_of_the_list_and_nowhere_else(slurm, tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(NOTE)
+    code = ("import sys, cluster, watch; from pathlib import Path; s = cluster.Slurm(cluster.Site(), 2); here = Path(sys.argv[1]); "
+            "step = s.start(['n4', 'n2'], [sys.argv[2]], {watch.FOLDER_VAR: str(here / 'pages')}, here); step.poll(60); step.kill(); "
+            "print(sorted(step.codes().items()))")
+    slurm.env["PYTHONPATH"] = str(ROOT)
+    try:
+        told = slurm.run("salloc", "-Q", "-N", 4, "--ntasks-per-node", 2, sys.executable, "-c", code, tmp_path, script)
+    finally:
+        del slurm.env["PYTHONPATH"]
+    assert told == "[(0, 0), (1, 0), (2, 0), (3, 0)]\n"
+    seen = [json.loads(Path(f"{script}{rank}").read_text())[1] for rank in range(4)]
+    assert [env["SLURMD_NODENAME"] for env in seen] == ["n2", "n2", "n4", "n4"]
+    assert not (tmp_path / "pages").exists()
+
+
 def test_bytes_that_are_not_utf8_and_exit_codes_come_through(slurm, tmp_path):
     script = tmp_path / "child.py"
     script.write_text("import os, sys\nos.write(1, b'\\xff\\xfe\\n')\nsys.exit(65 if os.environ['RANK'] == '1' else 0)\n")
