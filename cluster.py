@@ -504,8 +504,8 @@ class Step:
     """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them ends the others;
     how its rank ended stands in exit-<rank>.json."""
 
-    def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str) -> None:
-        self.starter, self.process, self.nodes, self.folder, self.mark = starter, process, nodes, folder, mark
+    def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str, pages: str) -> None:
+        self.starter, self.process, self.nodes, self.folder, self.mark, self.pages = starter, process, nodes, folder, mark, pages
         self.ended: dict[int, int] = {}
         self.told = False
 
@@ -534,7 +534,7 @@ class Step:
         if len(self.codes()) < len(self.nodes) * self.starter.ranks_per_node:  # some task could not put its own house in order
             down = self.starter.down()
             self.starter.on_each([node for node in self.nodes if node not in down],
-                                 [sys.executable, str(HERE / "cluster.py"), "sweep", self.mark], 30)
+                                 [sys.executable, str(HERE / "cluster.py"), "sweep", self.mark, self.pages], 30)
         if self.ended.get(0) != EXIT_CONFIG and not self.told:
             self.told = True
             said = min(self.folder.glob("said-*.txt"), default=None)  # of a rank other than 0, which said nothing
@@ -581,7 +581,7 @@ class Starter:
         everything = {k: v for k, v in os.environ.items() if k not in (*TASK_VARS, *RANK_FROM)} | mine
         task = [*bind, self.python, str(HERE / "launch.py"), "--task", str(folder.absolute()), "--", *command]
         argv = self.tasks(nodes, self.ranks_per_node, task, list(everything), folder)
-        return Step(self, spawn(argv, everything), nodes, folder, mark)
+        return Step(self, spawn(argv, everything), nodes, folder, mark, environment[watch.FOLDER_VAR])
 
     def meeting(self, node: str) -> tuple[str, int]:
         """Address and free port of the node where rank 0 will run."""
@@ -814,8 +814,9 @@ def main(argv: list[str]) -> int:
                 show_sites()
             case ["meet"]:  # on a node, by the launcher
                 print(json.dumps({"host": socket.gethostname(), "port": hosts.free_port()}))
-            case ["sweep", mark]:
+            case ["sweep", mark, pages]:
                 kill_marked(mark)
+                shutil.rmtree(pages, ignore_errors=True)
             case _:
                 print(__doc__, file=sys.stderr)
                 return EXIT_CONFIG

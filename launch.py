@@ -3,6 +3,7 @@
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
     python launch.py --nodes 2 --spares 1 --timeout 60 -- train.py             one more to put in; a step of 60 s is a hang
+    python launch.py --nodes 96 --site jupiter -- train.py --size=1t           in a Slurm or PBS job there; on a login node: submits one
     torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 

@@ -209,7 +209,7 @@ def test_a_request_to_stop_travels_as_usr1(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: exit(5))\n"
                                 "print(flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE)
     process.stdout.readline()
-    step = cluster.Step(None, process, ["a"], tmp_path, "mark")
+    step = cluster.Step(None, process, ["a"], tmp_path, "mark", "")
     assert not step.poll(0)
     step.send(signal.SIGTERM)
     assert step.poll(30) and process.returncode == 5
