@@ -3,7 +3,7 @@
     make train NODES=96 SIZE=1t SITE=jupiter TIME=12:00:00 ACCOUNT=...    on a login node: prints a job script and submits it
     make train NODES=96 SIZE=1t SITE=jupiter DRY=1                        only prints it
     make train NODES=96 SIZE=1t SITE=jupiter                              inside an allocation: starts the run there
-    python cluster.py check-nodes                                         inside an allocation: names nodes that compute or talk badly
+    python cluster.py check-nodes                                         inside an allocation: names bad nodes
     python cluster.py sites                                               the table of sites, with sources
 
 Imports no torch: the launcher must start at once. Only what runs on a node to check it does.
@@ -44,7 +44,8 @@ SCRIPT_VAR = "NANO1T_JOB_SCRIPT"  # the job script, to submit again
 NODES_VAR = "NANO1T_NODES"  # of an attempt, in order of rank, separated by commas
 RUN_VAR = "NANO1T_RUN"  # marks every process of a run
 TASK_VARS = (RUN_VAR, NODES_VAR, "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-             "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD", watch.NODE_VAR, watch.ATTEMPT_VAR, watch.FOLDER_VAR)
+             "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD", watch.NODE_VAR, watch.ATTEMPT_VAR,
+             watch.FOLDER_VAR)
 
 # ----------------------------------------------------------------------------------------------
 # Sites
@@ -73,16 +74,16 @@ SITES = {
     "laptop": Site(scheduler="none", source="this machine; nodes are simulated"),
     "jupiter": Site(
         "slurm", 4, GRACE, start=("--cpus-per-task=72",), membind="0-3",
-        source="JSC, JUPITER documentation, page Configuration: 4 GH200 per node, 72 cores each, HBM as further NUMA nodes. Account, "
-               "partition, modules and interface are not in it: --account, --partition, --setup, --interface"),
+        source="JSC, JUPITER documentation, page Configuration: 4 GH200 per node, 72 cores each, HBM as further NUMA nodes. "
+               "Account, partition, modules and interface are not in it: --account, --partition, --setup, --interface"),
     "alps": Site(
         "slurm", 4,
         GRACE | {"NCCL_NET": "AWS Libfabric", "NCCL_NET_GDR_LEVEL": "PHB", "NCCL_CROSS_NIC": "1", "NCCL_PROTO": "^LL128",
                  "FI_CXI_DEFAULT_CQ_SIZE": "131072", "FI_CXI_DEFAULT_TX_SIZE": "16384", "FI_CXI_DISABLE_HOST_REGISTER": "1",
                  "FI_CXI_RX_MATCH_MODE": "software", "FI_MR_CACHE_MONITOR": "userfaultfd", "MPICH_GPU_SUPPORT_ENABLED": "0"},
         submit=("--uenv=pytorch/v2.9.1:/user-environment", "--view=default"), membind="0-3",
-        source="CSCS documentation (eth-cscs/cscs-docs, August 2026), pages NCCL, PyTorch, Slurm; NUMA nodes: its drawing of a GH200 "
-               "node"),
+        source="CSCS documentation (eth-cscs/cscs-docs, August 2026), pages NCCL, PyTorch, Slurm; NUMA nodes: its drawing of a "
+               "GH200 node"),
     "aurora": Site(
         "pbs", 12,
         {"CCL_PROCESS_LAUNCHER": "pmix", "CCL_ATL_TRANSPORT": "mpi", "CCL_KVS_MODE": "mpi", "FI_MR_CACHE_MONITOR": "userfaultfd",
@@ -135,7 +136,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--scheduler", choices=("auto", "slurm", "pbs", "none"), default=os.environ.get(STARTER_VAR, "auto"),
                        help="none: simulate nodes on this machine, whatever is installed (default: look)")
     group.add_argument("--site", default="", help=f"facts of a site: {', '.join(SITES)} (python cluster.py sites)")
-    group.add_argument("--dry", "--dry-run", action="store_true", help="outside an allocation: print the job script, do not submit it")
+    group.add_argument("--dry", "--dry-run", action="store_true",
+                       help="outside an allocation: print the job script, do not submit it")
     group.add_argument("--time", default="01:00:00", help="time limit of a job, hours:minutes:seconds (default 01:00:00)")
     group.add_argument("--warn", type=int, default=300, metavar="SECONDS",
                        help="before its end Slurm tells the job to write a checkpoint and stop (default 300)")
@@ -150,7 +152,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--membind", metavar="NODES", help="NUMA nodes for host memory, instead of the site's; empty: any")
     group.add_argument("--no-node-check", dest="node_check", action="store_false",
                        help="do not look at the nodes before the start, nor test them in pairs after a failure")
-    group.add_argument("--stage", default="", metavar="FOLDER", help="copy the environment to this local folder of each node, e.g. /tmp")
+    group.add_argument("--stage", default="", metavar="FOLDER",
+                       help="copy the environment to this local folder of each node, e.g. /tmp")
     group.add_argument("--task", help=argparse.SUPPRESS)  # this process is one rank's, started by srun or mpiexec
 
 
@@ -176,8 +179,8 @@ def detect(asked: str, submitting: bool) -> tuple[str, bool]:
               "pbs": "PBS_JOBID" in os.environ and "PBS_NODEFILE" in os.environ, "none": False}
     if asked != "auto":
         if asked != "none" and not inside[asked] and not shutil.which(queue := {"slurm": "sbatch", "pbs": "qsub"}[asked]):
-            raise LaunchError(f"--scheduler={asked}: this is no allocation, and there is no {queue} on the PATH; use --scheduler=none "
-                              "to simulate nodes")
+            raise LaunchError(f"--scheduler={asked}: this is no allocation, and there is no {queue} on the PATH; use "
+                              "--scheduler=none to simulate nodes")
         return asked, inside[asked]
     for name in ("slurm", "pbs"):
         if inside[name]:
@@ -244,8 +247,8 @@ def seconds(text: str) -> int:
 
 
 def job_script(scheduler: str, site: Site, options: argparse.Namespace, argv: list[str], path: Path) -> str:
-    """The text of a job script. argv: of the launcher, which runs the same command line again, inside; path: where the script will
-    be."""
+    """The text of a job script. argv: of the launcher, which runs the same command line again, inside; path: where the script
+    will be."""
     name, nodes, limit_s = job_name(argv), options.nodes + options.spares, seconds(options.time)
     spares = f"  # {options.spares} of them spare" if options.spares else ""
     if scheduler == "slurm":
@@ -394,8 +397,8 @@ def claim(path: Path, what: str) -> None:
                 continue
             return
         if why := alive(json.loads(text), me):
-            raise ConfigError(f"{what}: {why}; wait for it, end it, or use another run's name. If it is certain that it has ended, "
-                              f"delete {path}")
+            raise ConfigError(f"{what}: {why}; wait for it, end it, or use another run's name. If it is certain that it has "
+                              f"ended, delete {path}")
         with contextlib.suppress(FileNotFoundError):
             path.rename(mine)
             if mine.read_text() != text:  # someone was faster, and this is theirs
@@ -477,7 +480,10 @@ def end(process: subprocess.Popen, grace_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                (process.send_signal if number == signal.SIGTERM else lambda n: os.killpg(process.pid, n))(number)
+                if number == signal.SIGKILL:
+                    os.killpg(process.pid, number)
+                else:
+                    process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(grace_s)
 
@@ -501,10 +507,11 @@ def kill_marked(mark: str) -> None:
 
 
 class Step:
-    """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them ends the others;
-    how its rank ended stands in exit-<rank>.json."""
+    """One attempt under srun or mpiexec. Each task wraps one rank and always ends with 0, so that neither of them ends the
+    others; how its rank ended stands in exit-<rank>.json."""
 
-    def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str, pages: str) -> None:
+    def __init__(self, starter: Starter, process: subprocess.Popen, nodes: list[str], folder: Path, mark: str,
+                 pages: str) -> None:
         self.starter, self.process, self.nodes, self.folder, self.mark, self.pages = starter, process, nodes, folder, mark, pages
         self.ended: dict[int, int] = {}
         self.told = False
@@ -544,7 +551,7 @@ class Step:
 class Starter:
     """What Slurm and PBS have in common. Nodes are called as the scheduler calls them."""
 
-    at_once = 64  # processes of srun or mpiexec that on_each has at a time
+    at_once = 256  # processes of srun or mpiexec that on_each has at a time; hosts.py puts partners side by side
 
     def __init__(self, site: Site, ranks_per_node: int, mark: str = "") -> None:
         """mark: of the launch, at the beginning of that of every attempt."""
@@ -691,7 +698,8 @@ class Pbs(Starter):
         if self.flavour == "hydra":
             options = [*total, "-ppn", str(ranks_per_node), "-f", str(hostfile), "-genvlist", ",".join(names)]
         elif self.flavour == "openmpi":
-            options = [*total, "--map-by", f"ppr:{ranks_per_node}:node:OVERSUBSCRIBE", "--bind-to", "none", "--hostfile", str(hostfile),
+            options = [*total, "--map-by", f"ppr:{ranks_per_node}:node:OVERSUBSCRIBE", "--bind-to", "none", "--hostfile",
+                       str(hostfile),
                        *(word for name in names for word in ("-x", name))]
         else:
             options = [*total, "--ppn", str(ranks_per_node), "--hostfile", str(hostfile), "--envall"]
@@ -730,7 +738,8 @@ def prepare(starter: Starter, options: argparse.Namespace, command: list[str]) -
         report = stage.stage(Path(sys.prefix), options.stage, nodes, starter.on_each, starter.broadcast, minimum=options.nodes)
         starter.python = report.python
         starter.unfit |= {node: f"the environment could not be copied there: {why}" for node, why in report.failed.items()}
-        say(f"environment copied to {len(nodes) - len(report.failed)} of {len(nodes)} nodes in {report.seconds:.1f} s: {report.python}")
+        good = len(nodes) - len(report.failed)
+        say(f"environment copied to {good} of {len(nodes)} nodes in {report.seconds:.1f} s: {report.python}")
     lost = down | starter.unfit
     for node, why in lost.items():
         say(f"node {node} is left out: {why}")
@@ -789,7 +798,8 @@ def check_allocation() -> int:
         raise LaunchError("check-nodes: this is no allocation; get one with salloc or qsub -I")
     starter = {"slurm": Slurm, "pbs": Pbs}[scheduler](SITES.get(os.environ.get(SITE_VAR, ""), Site()), 1)
     nodes, down = starter.nodes(), starter.down()
-    bad = down | hosts.check_nodes(starter.on_each, [node for node in nodes if node not in down], starter.site.ranks_per_node or 1)
+    bad = down | hosts.check_nodes(starter.on_each, [node for node in nodes if node not in down],
+                                   starter.site.ranks_per_node or 1)
     for node in nodes:
         print(f"{node}: {bad.get(node, 'good')}")
     return EXIT_UNHEALTHY if bad else EXIT_OK

@@ -115,8 +115,8 @@ def examine(nodes: list[str], first_port: int) -> dict:
 
 
 def unfit(reports: dict[str, dict], ranks_per_node: int, planned: int) -> dict[str, str]:
-    """Nodes that cannot take part. reports: of `examine`, by node; planned: bytes of host memory that a node's ranks will take, 0: not
-    known. What a node should have is what most others have."""
+    """Nodes that cannot take part. reports: of `examine`, by node; planned: bytes of host memory that a node's ranks will take, 0:
+    not known. What a node should have is what most others have."""
     if not reports:
         return {}
     found: dict[str, list[str]] = {node: [] for node in reports}
@@ -151,7 +151,7 @@ def planned_memory(record: Path, run: str) -> int:
 
 
 def answer_of(code: int, output: bytes) -> dict | None:
-    """The last line of a node's output that is an object (modules and libraries print what they like before), if it ended well."""
+    """The last line of a node's output that is an object, if it ended well; modules and libraries print what they like before."""
     lines = [line for line in output.decode(errors="replace").splitlines() if line.startswith("{")]
     return json.loads(lines[-1]) if code == 0 and lines else None
 
@@ -159,7 +159,8 @@ def answer_of(code: int, output: bytes) -> dict | None:
 def why_silent(code: int, output: bytes) -> str:
     if code == 124:
         return "no answer in time"
-    return f"its check ended with code {code}: {(output.decode(errors='replace').strip().splitlines() or ['no output'])[-1][:200]}"
+    lines = output.decode(errors="replace").strip().splitlines() or ["no output"]
+    return f"its check ended with code {code}: {lines[-1][:200]}"
 
 
 def check_start(on_each: Callable, nodes: list[str], ranks_per_node: int, planned: int) -> tuple[dict[str, dict], dict[str, str]]:
@@ -182,8 +183,8 @@ def check_start(on_each: Callable, nodes: list[str], ranks_per_node: int, planne
 
 
 def rounds(nodes: list[str]) -> list[list[tuple[str, str]]]:
-    """Pairs in each round; no pair comes twice. Two rounds; three for an odd number, where one sits out each time. The circle of a
-    round-robin tournament: the first stays, the others move on."""
+    """Pairs in each round; no pair comes twice. Two rounds; three for an odd number, where one sits out each time. The circle
+    of a round-robin tournament: the first stays, the others move on."""
     ring: list[str | None] = [*nodes, None] if len(nodes) % 2 else list(nodes)
     found = []
     for _ in range(min(len(ring) - 1, 3 if len(nodes) % 2 else 2)):
@@ -194,8 +195,8 @@ def rounds(nodes: list[str]) -> list[list[tuple[str, str]]]:
 
 
 def blamed(nodes: list[str], results: list[dict[tuple[str, str], str]], own: dict[str, str]) -> dict[str, str]:
-    """Bad nodes and why. results: of each round, by pair: "" or how it failed; own: nodes that failed without a partner's help. A node
-    is bad if no pair with it worked, and one of its partners did work with another, which so is not the bad one itself."""
+    """Bad nodes and why. results: of each round, by pair: "" or how it failed; own: nodes that failed without a partner's help. A
+    node is bad if no pair with it worked, and one of its partners did work with another, which so is not the bad one itself."""
     bad = dict(own)
     of = {node: [(pair, why) for one in results for pair, why in one.items() if node in pair] for node in nodes}
     works = {node for node in nodes if any(not why for _, why in of[node])}
@@ -209,8 +210,8 @@ def blamed(nodes: list[str], results: list[dict[tuple[str, str], str]], own: dic
 
 
 def pair(spec: dict) -> str:
-    """On a node: the product on each of its devices, then sums with its partner on each. spec: host, port, rank, seconds; without a
-    host only the product. Returns "" or what was wrong; ends the process with EXIT_BUSY if the port is taken."""
+    """On a node: the product on each of its devices, then sums with its partner on each. spec: host, port, rank, seconds; without
+    a host only the product. Returns "" or what was wrong; ends the process with EXIT_BUSY if the port is taken."""
     import torch
     import torch.distributed as dist
 
@@ -266,10 +267,10 @@ def check_pairs(on_each: Callable, nodes: list[str], reports: dict[str, dict], s
     return blamed(nodes, results, own)
 
 
-def check_nodes(on_each: Callable, nodes: list[str], ranks_per_node: int, planned: int = 0, seconds: float = PAIR_S) -> dict[str, str]:
+def check_nodes(on_each: Callable, nodes: list[str], ranks_per_node: int) -> dict[str, str]:
     """Both checks: bad nodes, and why."""
-    reports, bad = check_start(on_each, nodes, ranks_per_node, planned)
-    return bad | check_pairs(on_each, [node for node in nodes if node not in bad], reports, seconds)
+    reports, bad = check_start(on_each, nodes, ranks_per_node, 0)
+    return bad | check_pairs(on_each, [node for node in nodes if node not in bad], reports)
 
 
 def main(argv: list[str]) -> int:

@@ -3,7 +3,7 @@
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
     python launch.py --nodes 2 --spares 1 --timeout 60 -- train.py             one more to put in; a step of 60 s is a hang
-    python launch.py --nodes 96 --site jupiter -- train.py --size=1t           in a Slurm or PBS job there; on a login node: submits one
+    python launch.py --nodes 96 --site jupiter -- train.py --size=1t           in a Slurm or PBS job; on a login node: submits one
     torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 
@@ -268,8 +268,8 @@ def code_of(error: BaseException) -> int:
 
 
 def end_of_job(walltime_min: float = 0.0) -> float | None:
-    """Unix time at which the job will be killed, as the scheduler says, or after walltime_min minutes (0: unlimited) from its start, or
-    the launcher's; the earlier. None: never."""
+    """Unix time at which the job will be killed, as the scheduler says, or after walltime_min minutes (0: unlimited) from its
+    start, or the launcher's; the earlier. None: never."""
     variables = (os.environ.get(name, "") for name in ("SLURM_JOB_START_TIME", STARTED_VAR))
     started = next((float(text) for text in variables if text.isdecimal()), time.time())
     ends = [started + 60 * walltime_min] if walltime_min else []
@@ -353,7 +353,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Start the ranks of a run on this machine, in an allocation, or through a queue.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=positive, help="nodes of a run; simulated where there is no scheduler (default: those of the "
+    parser.add_argument("--nodes", type=positive,
+                        help="nodes of a run; simulated where there is no scheduler (default: those of the "
                         "allocation, else 1)")
     parser.add_argument(
         "--ranks-per-node", type=positive, help=f"default: the accelerators present, {CPU_RANKS} where there are none"
@@ -719,8 +720,8 @@ def supervision(options: argparse.Namespace, command: list[str], folder: Path, p
 
 
 def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster.Site] | int:
-    """(scheduler of the allocation that this is, its site), or the exit code of a job's submission. Fills in what options leave to
-    the place. Raises LaunchError."""
+    """(scheduler of the allocation that this is, its site), or the exit code of a job's submission. Fills in what options leave
+    to the place. Raises LaunchError."""
     scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
     site = cluster.site_of(options)
     if scheduler != "none" and not inside:

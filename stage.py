@@ -1,4 +1,4 @@
-"""Copies a virtual environment to a disk of every node: importing torch from a shared file system on thousands of ranks takes minutes.
+"""Copies a virtual environment to a disk of every node: thousands of ranks that import torch from a shared one take minutes.
 
     python launch.py --stage /tmp ... -- train.py ...      before the run starts; ranks then use the copy
     python stage.py pack .venv env.tar                     one archive
@@ -8,8 +8,9 @@
     broadcast    sbcast under Slurm, else a tree of copies in which every node that has the archive becomes a source
     unpack       on each node, into a directory that appears under its name only when it is complete
 
-The base interpreter stays where it is, and with it the site's own packages, where the environment is layered on them (python -m venv
---system-site-packages). Imports nothing beyond the standard library: it runs with the base interpreter, before there is a copy.
+The base interpreter stays where it is, and with it the site's own packages, where the environment is layered on them (python -m
+venv --system-site-packages). Imports nothing beyond the standard library: it runs with the base interpreter, before there is a
+copy.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LOST = (124, b"no answer in time")  # of a node
 def pack(env: Path, archive: Path) -> str:
     """Writes an environment into a tar file; returns its SHA-256. Raises LaunchError if it is no virtual environment."""
     if not (env / "pyvenv.cfg").is_file():
-        raise LaunchError(f"--stage: {env} is no virtual environment (it has no pyvenv.cfg); start the launcher with the Python of one")
+        raise LaunchError(f"--stage: {env} is no virtual environment (it has no pyvenv.cfg); start the launcher with one's Python")
     with tarfile.open(archive, "w") as tar:  # not compressed: the network is faster than any one core
         tar.add(env, ".", recursive=False)
         for path in sorted(env.rglob("*")):
@@ -148,9 +149,9 @@ class Report:
 
 
 def tree(copy, nodes: list[str], timeout_s: float = COPY_S) -> tuple[int, dict[str, str]]:
-    """Copies from here to all nodes. copy(source, target) -> the command that does it, source None: from here. In each round every
-    node that has the archive gives it to one that has not, so their number doubles. A copy that fails is tried once more, from
-    another source; which of the two was at fault is not known before. Returns (rounds, node -> why it has none)."""
+    """Copies from here to all nodes. copy(source, target) -> the command that does it, source None: from here. In each round
+    every node that has the archive gives it to one that has not, so their number doubles. A copy that fails is tried once more,
+    from another source; which of the two was at fault is not known before. Returns (rounds, node -> why it has none)."""
     sources: list[str | None] = [None]
     waiting, failures, rounds = list(nodes), {}, 0
     blamed: dict[str | None, int] = {}
@@ -165,7 +166,8 @@ def tree(copy, nodes: list[str], timeout_s: float = COPY_S) -> tuple[int, dict[s
         for target, (source, process) in running.items():
             try:
                 _, errors = process.communicate(timeout=max(0.1, until - time.monotonic()))
-                why = "" if process.returncode == 0 else f"code {process.returncode}: {errors.decode(errors='replace').strip()[-200:]}"
+                said = errors.decode(errors="replace").strip()[-200:]
+                why = f"code {process.returncode}: {said}" if process.returncode else ""
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
@@ -187,7 +189,8 @@ def tree(copy, nodes: list[str], timeout_s: float = COPY_S) -> tuple[int, dict[s
 
 
 def ssh(here: str, path: str):
-    """Copies by ssh and scp: from the file `here` on this machine, `path` on the others. The words of the remote command hold nothing that a shell would read: see `place`."""
+    """Copies by ssh and scp: from the file `here` on this machine, `path` on the others. The words of the remote command hold
+    nothing that a shell would read: see `place`."""
     options = ["-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"]
 
     def copy(source: str | None, target: str) -> list[str]:
@@ -207,8 +210,8 @@ def place(folder: str, env: Path, digest: str) -> tuple[str, str]:
 
 def stage(env: Path, folder: str, nodes: list[str], on_each, broadcast=None, copy=None, minimum: int = 1, archive=None) -> Report:
     """Puts an environment onto all nodes. folder: on them; on_each(nodes, argv, timeout) runs a command there; broadcast(archive,
-    path) -> command that copies to all nodes at once, or None; copy: see `tree`, by default ssh; archive: for the tar file, by default
-    in the temporary directory. Raises LaunchError where fewer than `minimum` nodes have it in the end."""
+    path) -> command that copies to all nodes at once, or None; copy: see `tree`, by default ssh; archive: for the tar file, by
+    default in the temporary directory. Raises LaunchError where fewer than `minimum` nodes have it in the end."""
     began, report = time.monotonic(), Report()
     with tempfile.TemporaryDirectory() as scratch:
         archive = Path(archive or Path(scratch) / "env.tar")
@@ -229,8 +232,8 @@ def stage(env: Path, folder: str, nodes: list[str], on_each, broadcast=None, cop
     report.python, report.seconds = f"{target}/bin/python", time.monotonic() - began
     if len(nodes) - len(report.failed) < minimum:
         lost = "; ".join(f"{node}: {why}" for node, why in report.failed.items())
-        raise LaunchError(f"--stage {folder}: {len(nodes) - len(report.failed)} of {len(nodes)} nodes have the environment, {minimum} are "
-                          f"needed ({lost})")
+        raise LaunchError(f"--stage {folder}: {len(nodes) - len(report.failed)} of {len(nodes)} nodes have the environment, "
+                          f"{minimum} are needed ({lost})")
     return report
 
 

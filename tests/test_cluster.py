@@ -73,10 +73,13 @@ def test_a_slurm_script_is_read_by_slurm_and_the_shell_as_it_is_meant(monkeypatc
     text = script("slurm", "--site=jupiter", "--account=project", "--partition=booster", "--time=12:00:00", "--warn=900",
                   "--setup=module load Stages/2026", "--dry")
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert head == ["#SBATCH --job-name=nano1t-a--b---c--d", "#SBATCH --nodes=10  # 2 of them spare", "#SBATCH --ntasks-per-node=4",
+    assert head == ["#SBATCH --job-name=nano1t-a--b---c--d", "#SBATCH --nodes=10  # 2 of them spare",
+                    "#SBATCH --ntasks-per-node=4",
                     "#SBATCH --time=12:00:00", "#SBATCH --signal=B:USR1@900  # time for a checkpoint",
-                    "#SBATCH --no-kill  # a node that fails is replaced by a spare", "#SBATCH --no-requeue  # a follower goes on instead",
-                    "#SBATCH --output=out/jobs/nano1t-a--b---c--d-%j.log", "#SBATCH --open-mode=append", "#SBATCH --account=project",
+                    "#SBATCH --no-kill  # a node that fails is replaced by a spare",
+                    "#SBATCH --no-requeue  # a follower goes on instead",
+                    "#SBATCH --output=out/jobs/nano1t-a--b---c--d-%j.log", "#SBATCH --open-mode=append",
+                    "#SBATCH --account=project",
                     "#SBATCH --partition=booster"]
     assert text.splitlines()[len(head) + 2 : len(head) + 5] == [
         f"cd {shlex.quote(os.getcwd())} || exit 2", "module load Stages/2026", "export NANO1T_JOB_SCRIPT='/jobs/x y.sh'"]
@@ -87,9 +90,11 @@ def test_a_slurm_script_is_read_by_slurm_and_the_shell_as_it_is_meant(monkeypatc
 
 
 def test_a_pbs_script(monkeypatch):
-    text = script("pbs", "--site=aurora", "--queue=prod", "--account=project", "--time=1-00:30:00", command=("train.py", "--run=big"))
+    text = script("pbs", "--site=aurora", "--queue=prod", "--account=project", "--time=1-00:30:00", command=("train.py",
+                                                                                                             "--run=big"))
     head = [line for line in text.splitlines() if line.startswith("#PBS")]
-    assert head == ["#PBS -N nano1t-big", "#PBS -l select=10", "#PBS -l walltime=24:30:00", "#PBS -j oe", "#PBS -o out/jobs/", "#PBS -A project",
+    assert head == ["#PBS -N nano1t-big", "#PBS -l select=10", "#PBS -l walltime=24:30:00", "#PBS -j oe", "#PBS -o out/jobs/",
+                    "#PBS -A project",
                     "#PBS -q prod", "#PBS -l filesystems=home:flare", "#PBS -l place=scatter", "#PBS -k doe"]
     assert "\nmodule load frameworks\n" in text and "\nexport NANO1T_JOB_END=$(($(date +%s) + 88200))\n" in text
 
@@ -105,11 +110,14 @@ def test_flags_override_the_table():
         return cluster.site_of(launch.parse([*options, "--", str(ROOT / "train.py")])[0])
 
     assert site("--site=aurora").ranks_per_node == 12 and site().environment == {}
-    changed = site("--site=alps", "--interface=hsn0", "--set", "NCCL_NET=Socket", "--set", "A=b=c", "--membind=", "--setup=module load x",
+    changed = site("--site=alps", "--interface=hsn0", "--set", "NCCL_NET=Socket", "--set", "A=b=c", "--membind=",
+                   "--setup=module load x",
                    "--submit-options=", "--start-options=--cpu-bind='map ldom'")
-    assert changed.environment | {"NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0", "NCCL_NET": "Socket", "A": "b=c"} == changed.environment
+    assert changed.environment | {"NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0", "NCCL_NET": "Socket",
+                                  "A": "b=c"} == changed.environment
     assert changed.environment["FI_CXI_RX_MATCH_MODE"] == "software"
-    assert (changed.membind, changed.setup, changed.submit, changed.start) == ("", ("module load x",), (), ("--cpu-bind=map ldom",))
+    assert (changed.membind, changed.setup, changed.submit, changed.start) == ("", ("module load x",), (),
+                                                                               ("--cpu-bind=map ldom",))
     for wrong in (["--site=mars"], ["--set", "novalue"], ["--set", "1a=b"]):
         with pytest.raises(LaunchError, match=wrong[0][:6]):
             site(*wrong)
@@ -148,14 +156,16 @@ def test_a_task_knows_its_place_whatever_started_it(monkeypatch):
 def test_mpiexec_is_told_in_its_own_language(bare, monkeypatch):
     (bare / "nodes").write_text("a.site\na.site\nb.site\nb.site\n")
     monkeypatch.setenv("PBS_NODEFILE", str(bare / "nodes"))
-    wanted = {"HYDRA build details:": ["-n", "6", "-ppn", "3", "-f"], "mpiexec (OpenRTE) 4.1.4": ["-n", "6", "--map-by", "ppr:3:node:OVERSUBSCRIBE"],
+    wanted = {"HYDRA build details:": ["-n", "6", "-ppn", "3", "-f"], "mpiexec (OpenRTE) 4.1.4": ["-n", "6", "--map-by",
+                                                                                                  "ppr:3:node:OVERSUBSCRIBE"],
               "PALS 1.2": ["-n", "6", "--ppn", "3", "--hostfile"]}
     for version, words in wanted.items():
         program(bare, "mpiexec", f"echo '{version}'\n")
         starter = cluster.Pbs(cluster.Site(start=("--extra",)), 3)
         assert starter.nodes() == ["a.site", "b.site"]
         argv = starter.tasks(["a.site", "b.site"], 3, ["python", "x y"], ["A", "PMI_RANK", "BASH_FUNC_m%%"], bare)
-        assert argv[: len(words) + 1] == ["mpiexec", *words] and argv[-3:] == ["--extra", "python", "x y"] and "PMI_RANK" not in argv
+        assert argv[: len(words) + 1] == ["mpiexec", *words] and argv[-3:] == ["--extra", "python",
+                                                                               "x y"] and "PMI_RANK" not in argv
         assert (bare / f"hosts-{starter.started}").read_text() == "a.site\nb.site\n"
         assert "--extra" not in starter.tasks(["a.site"], 1, ["python"], [], bare)  # beside the run: not bound like it
     (bare / "mpiexec").unlink()
@@ -168,8 +178,10 @@ def test_words_of_the_scheduler_on_nodes(bare, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-6]")
     program(bare, "scontrol", 'case "$3" in "n[1-6]") echo n1 n2 n3 n4 n5 n6;; *) echo n1 n2 n3 n4 n5;; esac\n')
     program(bare, "squeue", "echo 'n[1-5]'\n")
-    program(bare, "sinfo", "echo 'n1|mixed|none'; echo 'n2|down|bad dimm'; echo 'n3|draining|after the job'; echo 'n4|allocated*|none'\n")
-    assert cluster.Slurm(cluster.Site(), 1).down() == {"n6": "Slurm has taken it out of the job", "n2": "Slurm says down: bad dimm",
+    program(bare, "sinfo",
+            "echo 'n1|mixed|none'; echo 'n2|down|bad dimm'; echo 'n3|draining|after the job'; echo 'n4|allocated*|none'\n")
+    assert cluster.Slurm(cluster.Site(), 1).down() == {"n6": "Slurm has taken it out of the job",
+                                                       "n2": "Slurm says down: bad dimm",
                                                        "n4": "Slurm says allocated*: none"}
     program(bare, "pbsnodes", 'test $1 = a && echo "     state = down,offline" || echo "     state = job-exclusive"\n')
     program(bare, "mpiexec", "echo PALS\n")
@@ -185,7 +197,8 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
     monkeypatch.setenv("PBS_JOBID", "7.server")
     monkeypatch.setenv(cluster.SCRIPT_VAR, "/jobs/x.sh")
     options = launch.parse(["--chain", "2", "--", str(ROOT / "train.py")])[0]
-    cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False, "hang"),
+    cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False,
+                                                                                                                     "hang"),
              (137, False, "node"), (1, True, "node of an earlier job")]
     for code, deleted, cause in cases:
         ended = 0 if "earlier" in cause else 9e9

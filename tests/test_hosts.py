@@ -12,7 +12,8 @@ import pytest
 import hosts
 
 GIB = 2**30
-GOOD = {"host": "h", "memory": 432 * GIB, "numa": {str(i): 108 * GIB for i in range(4)}, "disk": 50 * GIB, "accelerators": 4, "port": 20000}
+GOOD = {"host": "h", "memory": 432 * GIB, "numa": {str(i): 108 * GIB for i in range(4)}, "disk": 50 * GIB, "accelerators": 4,
+        "port": 20000}
 
 
 @pytest.mark.parametrize(("changes", "planned", "why"), [
@@ -102,7 +103,8 @@ def test_real_processes_name_the_node_that_computes_wrongly(tmp_path):
 
     def on_each(nodes, argv, timeout_s):
         started = {node: subprocess.Popen(argv, env=os.environ | {hosts.NODE_VAR: node, "OMP_NUM_THREADS": "1"} | (
-            {"PYTHONPATH": str(tmp_path)} if node == "n1" else {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for node in nodes}
+            {"PYTHONPATH": str(tmp_path)} if node == "n1" else {}), stdout=subprocess.PIPE,
+                                          stderr=subprocess.STDOUT) for node in nodes}
         return {node: (process.communicate(timeout=timeout_s)[0], process.returncode)[::-1] for node, process in started.items()}
 
     bad = hosts.check_nodes(on_each, ["n0", "n1"], 1)
@@ -111,7 +113,8 @@ def test_real_processes_name_the_node_that_computes_wrongly(tmp_path):
 
 def test_ports_of_nodes_that_share_a_machine_differ():
     argv = [sys.executable, hosts.__file__, "examine", json.dumps(["a", "b"]), str(random.randrange(*hosts.PORTS))]
-    answers = [subprocess.run(argv, env=os.environ | {hosts.NODE_VAR: node}, capture_output=True, check=True).stdout for node in "ab"]
+    answers = [subprocess.run(argv, env=os.environ | {hosts.NODE_VAR: node}, capture_output=True,
+                              check=True).stdout for node in "ab"]
     first, second = (hosts.answer_of(0, b"noise\n" + answer) for answer in answers)
     assert first["port"] != second["port"] and first["memory"] > 0 and first["numa"]
     assert hosts.answer_of(0, b"noise\n") is None and hosts.answer_of(1, answers[0]) is None

@@ -129,7 +129,8 @@ def test_chained_jobs_finish_a_run_that_is_longer_than_their_limit(whole, slurm,
 
 
 def test_a_warning_ends_the_run_with_a_checkpoint_and_a_file_ends_the_chain(slurm, home):
-    output = slurm.run(sys.executable, LAUNCH, "--nodes", 2, "--ranks-per-node", 1, "--time", "10:00", "--chain", 3, "--no-node-check",
+    output = slurm.run(sys.executable, LAUNCH, "--nodes", 2, "--ranks-per-node", 1, "--time", "10:00", "--chain", 3,
+                       "--no-node-check",
                        "--", TRAIN, "--run=warned", *TINY, "--steps=100000", "--ckpt_every=0", cwd=home)
     job = job_of(output)
     slurm.until(lambda: "step 2/" in log_of(home, job), "the second step")
@@ -197,8 +198,8 @@ def test_ranks_run_on_the_nodes_of_the_list_and_nowhere_else(slurm, tmp_path):
     script = tmp_path / "child.py"
     script.write_text(NOTE)
     code = ("import sys, cluster, watch; from pathlib import Path; s = cluster.Slurm(cluster.Site(), 2); here = Path(sys.argv[1]); "
-            "step = s.start(['n4', 'n2'], [sys.argv[2]], {watch.FOLDER_VAR: str(here / 'pages')}, here); step.poll(60); step.kill(); "
-            "print(sorted(step.codes().items()))")
+            "step = s.start(['n4', 'n2'], [sys.argv[2]], {watch.FOLDER_VAR: str(here / 'pages')}, here); step.poll(60); "
+            "step.kill(); print(sorted(step.codes().items()))")
     slurm.env["PYTHONPATH"] = str(ROOT)
     try:
         told = slurm.run("salloc", "-Q", "-N", 4, "--ntasks-per-node", 2, sys.executable, "-c", code, tmp_path, script)
@@ -213,7 +214,8 @@ def test_ranks_run_on_the_nodes_of_the_list_and_nowhere_else(slurm, tmp_path):
 def test_bytes_that_are_not_utf8_and_exit_codes_come_through(slurm, tmp_path):
     script = tmp_path / "child.py"
     script.write_text("import os, sys\nos.write(1, b'\\xff\\xfe\\n')\nsys.exit(65 if os.environ['RANK'] == '1' else 0)\n")
-    done = subprocess.run(["salloc", "-Q", "-N", "2", sys.executable, LAUNCH, "--ranks-per-node", "1", "--no-node-check", "--", script],
+    done = subprocess.run(["salloc", "-Q", "-N", "2", sys.executable, LAUNCH, "--ranks-per-node", "1", "--no-node-check", "--",
+                           script],
                           cwd=tmp_path, env=slurm.env, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (65, b"\xff\xfe\n" * 2), done.stderr
 
@@ -222,8 +224,10 @@ def test_bytes_that_are_not_utf8_and_exit_codes_come_through(slurm, tmp_path):
 def test_nothing_is_left_after_any_end(slurm, tmp_path, end):
     script = tmp_path / "child.py"
     script.write_text("import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + NAP)
-    process = subprocess.Popen(["salloc", "-Q", "-N", "2", "--ntasks-per-node", "2", sys.executable, LAUNCH, "--ranks-per-node", "2",
-                                "--no-node-check", "--", script, "x", f"{tmp_path}/pid-"], cwd=tmp_path, env=slurm.env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(["salloc", "-Q", "-N", "2", "--ntasks-per-node", "2", sys.executable, LAUNCH, "--ranks-per-node",
+                                "2",
+                                "--no-node-check", "--", script, "x", f"{tmp_path}/pid-"], cwd=tmp_path, env=slurm.env,
+                               stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     slurm.until(lambda: len(list(tmp_path.glob("pid-*"))) == 4, "four ranks")
     launcher = next(int(place.name) for place in Path("/proc").glob("[0-9]*") if is_launcher(place, script))
     if end == "the launcher killed":
@@ -241,7 +245,7 @@ def test_nothing_is_left_after_any_end(slurm, tmp_path, end):
 def is_launcher(place, script):
     with contextlib.suppress(OSError):
         words = (place / "cmdline").read_bytes().split(b"\0")
-        return str(script).encode() in words and b"--task" not in words and words[0] == sys.executable.encode() and b"launch.py" in words[1]
+        return os.fsencode(script) in words and b"--task" not in words and words[:2] == list(map(os.fsencode, (sys.executable, LAUNCH)))
     return False
 
 
@@ -282,7 +286,8 @@ def test_the_check_of_an_allocation_names_a_node_that_does_not_answer(slurm, tmp
     code = ("import sys, hosts, cluster; hosts.EXAMINE_S = 3; s = cluster.Slurm(cluster.Site(), 1); "
             "print(hosts.check_start(s.on_each, s.nodes(), 1, 0)[1])")
     daemon = slurm.processes["n3"]
-    argv = ["salloc", "-Q", "-N", "3", "-w", "n[1-3]", "sh", "-c", 'touch in; while [ -e in ]; do sleep 0.1; done; exec "$@"', "sh",
+    argv = ["salloc", "-Q", "-N", "3", "-w", "n[1-3]", "sh", "-c", 'touch in; while [ -e in ]; do sleep 0.1; done; exec "$@"',
+            "sh",
             sys.executable, "-c", code]
     process = subprocess.Popen(argv, cwd=tmp_path, env=slurm.env | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True)
     try:
@@ -328,7 +333,8 @@ def pbs(request, tmp_path):
 def test_mpiexec_starts_ranks_on_the_nodes_of_the_file(pbs, tmp_path):
     script = tmp_path / "child.py"
     script.write_text(NOTE)
-    argv = [sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "2", "--no-node-check", "--set", "FI_X=a b", "--", script, *TORTURE]
+    argv = [sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "2", "--no-node-check", "--set", "FI_X=a b", "--",
+            script, *TORTURE]
     done = subprocess.run(argv, cwd=tmp_path, env=pbs, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     seen = [json.loads(Path(f"{script}{rank}").read_text()) for rank in range(4)]
@@ -342,7 +348,8 @@ def test_mpiexec_starts_ranks_on_the_nodes_of_the_file(pbs, tmp_path):
 def test_mpiexec_passes_a_request_to_stop_and_leaves_nothing(pbs, tmp_path):
     script = tmp_path / "child.py"
     script.write_text("import os, signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n" + NAP)
-    process = subprocess.Popen([sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "2", "--no-node-check", "--", script, "x",
+    process = subprocess.Popen([sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "2", "--no-node-check", "--", script,
+                                "x",
                                 f"{tmp_path}/pid-"], cwd=tmp_path, env=pbs, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while len(list(tmp_path.glob("pid-*"))) < 4:
@@ -360,5 +367,6 @@ def test_ranks_that_mpiexec_starts_meet(pbs, tmp_path):
                       "def main(argv):\n    where = launch.place()\n    launch.setup(where)\n    x = torch.tensor([where.rank + 1.0])\n"
                       "    dist.all_reduce(x)\n    print(x.item(), flush=True)\nsys.exit(launch.run(main))\n")
     done = subprocess.run([sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "1", "--no-node-check", "--", script],
-                          cwd=tmp_path, env=pbs | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=90)
+                          cwd=tmp_path, env=pbs | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
+                          text=True, timeout=90)
     assert (done.returncode, done.stdout.split()) == (0, ["3.0"] * 2), done.stderr

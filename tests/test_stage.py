@@ -53,8 +53,8 @@ class Folders:
             done = {}
             for node in nodes:
                 folder = str(self.root / node)
-                words = [folder + "/archive.tar" if word.endswith(".tar") else folder + "/env" if word.startswith("/local/") else word
-                         for word in argv]
+                here = {True: folder + "/archive.tar", False: folder + "/env"}
+                words = [here[word.endswith(".tar")] if word.startswith("/local/") else word for word in argv]
                 ran = subprocess.run(words, capture_output=True)
                 done[node] = ran.returncode, ran.stdout + ran.stderr
                 copies[node] = Path(folder, "env")

@@ -97,7 +97,8 @@ class VirtualSlurm:
 
     def run(self, *argv, cwd=None, check=True, timeout=120) -> str:
         """Runs a command of a user of this Slurm; its output."""
-        done = subprocess.run([str(a) for a in argv], cwd=cwd, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        done = subprocess.run([str(a) for a in argv], cwd=cwd, env=self.env, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True,
                               timeout=timeout)
         assert not check or done.returncode == 0, f"{argv}: code {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
