@@ -10,10 +10,13 @@ SIZE ?= debug
 PY = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: help venv extras train test check smoke lr-find study soak bench plan plan-ladder eval sample export report gpu-check clean
+.PHONY: help venv extras train test check smoke check-nodes lr-find study soak bench plan plan-ladder eval sample export report gpu-check clean
 
 help:
 	@echo 'make train    [SIZE=debug] [NODES=n] [RANKS=per node] [ARGS="--steps=50 ..."]  train on this machine'
+	@echo 'make train    NODES=n [SITE=jupiter] [TIME=1:00:00] [ACCOUNT=a] [PARTITION=p] [SPARES=k] [CHAIN=m] [DRY=1] [LAUNCH="..."]'
+	@echo '                                        on a login node of a cluster: prints a job script and submits it; in a job: starts there'
+	@echo 'make check-nodes                        in a job: names nodes that compute or talk badly'
 	@echo 'make plan     NODES=n [SIZE=1t] [ARGS="--offload_state=True ..."]  dry run: does it fit, how fast, what limits it'
 	@echo 'make plan-ladder                        dry run beside published figures'
 	@echo 'make eval     [ARGS="--run=name ..."]   loss of the newest checkpoint'
@@ -47,8 +50,14 @@ $(STAMP): requirements.txt
 	echo "error: no Python 3.10 or newer as python3 or python3.10 to python3.13 on the PATH; install one" >&2; exit 1
 
 train: $(STAMP)
-	exec $(PY) launch.py $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) -- \
+	exec $(PY) launch.py $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) \
+	  $(if $(SITE),--site $(SITE)) $(if $(TIME),--time $(TIME)) $(if $(ACCOUNT),--account $(ACCOUNT)) \
+	  $(if $(PARTITION),--partition $(PARTITION)) $(if $(SPARES),--spares $(SPARES)) $(if $(CHAIN),--chain $(CHAIN)) \
+	  $(if $(filter-out 0,$(DRY)),--dry) $(LAUNCH) -- \
 	  train.py --size=$(SIZE) $(ARGS)
+
+check-nodes: $(STAMP)
+	exec $(PY) cluster.py check-nodes
 
 test: $(STAMP)
 	exec $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)

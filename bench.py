@@ -540,7 +540,8 @@ def forget_files(folder: Path):
 def bench_checkpoint(size: str, rounds: int, results: Path | None):
     """Prints the table."""
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        command = [sys.executable, "launch.py", "--ranks-per-node", "2", "--threads", "1", "--", "bench.py", "checkpoint-worker"]
+        launcher = [sys.executable, "launch.py", "--scheduler=none", "--ranks-per-node", "2", "--threads", "1", "--"]
+        command = [*launcher, "bench.py", "checkpoint-worker"]
         subprocess.run([*command, folder, size, str(rounds)], cwd=Path(__file__).parent, check=True)
         ranks = [json.loads((Path(folder) / f"found.{rank}.json").read_text()) for rank in range(2)]
     total = sum(rank["bytes"] for rank in ranks)

@@ -117,8 +117,8 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
     """Starts the ranks; raises RuntimeError with their output if they fail."""
     with tempfile.TemporaryDirectory() as out:
         here = Path(__file__).resolve().parent
-        argv = [sys.executable, here / "launch.py", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--", here / "check.py",
-                "--part", f"{out}/found.json", str(replicas), *settings]
+        argv = [sys.executable, here / "launch.py", "--scheduler=none", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
+                here / "check.py", "--part", f"{out}/found.json", str(replicas), *settings]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{nodes} x {ranks} ranks ended with code {done.returncode}:\n{done.stdout[-1000:]}"

@@ -3,6 +3,7 @@
     python launch.py -- train.py --steps=50                                    4 CPU ranks, or one per accelerator
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py --size=debug     two simulated nodes of two ranks
     python launch.py --nodes 2 --spares 1 --timeout 60 -- train.py             one more to put in; a step of 60 s is a hang
+    python launch.py --nodes 96 --site jupiter -- train.py --size=1t           in a Slurm or PBS job; on a login node: submits one
     torchrun --nproc-per-node 4 -- train.py --steps=50                         works too: the variables are the same
     python train.py                                                            and so does one rank alone
 
@@ -40,10 +41,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import cluster
 import recover
 import watch
 from errors import (EXIT_CONFIG, EXIT_DIVERGED, EXIT_FAILED, EXIT_HANG, EXIT_NO_SPACE, EXIT_NOT_SAVED, EXIT_OK,  # noqa: F401
                     EXIT_OUT_OF_MEMORY, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError)
+from cluster import JOB_END_VAR, MEMORY_VARS, RUN_VAR, kill_marked
+from hosts import DEVICE_FILES
 from recover import say
 
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
@@ -59,10 +63,6 @@ DEVICE_VAR = "NANO1T_DEVICE"  # accelerator index: simulated nodes share a machi
 MESSAGES_VAR = "NANO1T_MESSAGES_FD"  # file that takes the config errors of ranks other than 0
 STARTED_VAR = "NANO1T_STARTED"  # Unix time at which the launcher started
 JOB_MARGIN_S = 20.0  # that a job's end is kept off beyond a step and a checkpoint: the way out, and a slow file system
-# How memory is taken. On GPUs: segments that grow leave no holes that other sizes cannot use; pinned memory comes in the size
-# that was asked for. On the host: huge pages would be taken whole for a few bytes
-MEMORY_VARS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
-RUN_VAR = "NANO1T_RUN"  # marks every process of this run, those that left their process group too
 
 
 # ----------------------------------------------------------------------------------------------
@@ -268,13 +268,14 @@ def code_of(error: BaseException) -> int:
 
 
 def end_of_job(walltime_min: float = 0.0) -> float | None:
-    """Unix time at which the job will be killed, as Slurm says, or after walltime_min minutes (0: unlimited) from its start, or
-    the launcher's; the earlier. None: never."""
+    """Unix time at which the job will be killed, as the scheduler says, or after walltime_min minutes (0: unlimited) from its
+    start, or the launcher's; the earlier. None: never."""
     variables = (os.environ.get(name, "") for name in ("SLURM_JOB_START_TIME", STARTED_VAR))
     started = next((float(text) for text in variables if text.isdecimal()), time.time())
     ends = [started + 60 * walltime_min] if walltime_min else []
-    if (text := os.environ.get("SLURM_JOB_END_TIME", "")).isdecimal():
-        ends.append(float(text))
+    for name in ("SLURM_JOB_END_TIME", JOB_END_VAR):
+        if (text := os.environ.get(name, "")).isdecimal():
+            ends.append(float(text))
     return min(ends, default=None)
 
 
@@ -349,10 +350,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="launch.py",
         usage="python launch.py [options] -- train.py --key=value ...",
-        description="Start the ranks of a run on this machine.",
+        description="Start the ranks of a run on this machine, in an allocation, or through a queue.",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=positive, default=1, help="nodes, simulated on this machine (default 1)")
+    parser.add_argument("--nodes", type=positive,
+                        help="nodes of a run; simulated where there is no scheduler (default: those of the "
+                        "allocation, else 1)")
     parser.add_argument(
         "--ranks-per-node", type=positive, help=f"default: the accelerators present, {CPU_RANKS} where there are none"
     )
@@ -368,6 +371,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                         f"(causes: {', '.join(recover.BUDGETS)})")
     parser.add_argument("--backoff", type=duration, default=recover.Limits.backoff_s, help="seconds before a restart (default "
                         f"{recover.Limits.backoff_s:g}); doubles while nothing comes of it")
+    cluster.add_options(parser)
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     command = argv[split + 1 :]
@@ -384,8 +388,7 @@ def count_accelerators() -> int:
     Only torch knows (drivers, visibility variables, its own build), but importing it takes seconds, so it is asked
     only where a device file exists, and in a process of its own: the launcher stays single-threaded, so it can fork.
     """
-    files = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/renderD*")
-    if not any(glob.glob(pattern) for pattern in files):
+    if not any(glob.glob(pattern) for pattern in DEVICE_FILES):
         return 0
     code = "import sys; sys.path.insert(0, sys.argv[1]); import launch; print(launch.accelerator()[2])"
     asked = subprocess.run(
@@ -476,25 +479,6 @@ def kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL to every process whose environment carries this run's mark; Linux only.
-
-    Finds those that left their process group, as the helper of wandb does.
-    """
-    wanted = f"{RUN_VAR}={mark}".encode()
-    for _ in range(10):  # again, because one of them may just have started another
-        found = False
-        for path in glob.glob("/proc/[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to someone else
-                with open(path, "rb") as file:
-                    if any(entry.startswith(wanted) for entry in file.read().split(b"\0")):
-                        os.kill(int(path.split("/")[2]), signal.SIGKILL)
-                        found = True
-        if not found:
-            return
-        time.sleep(0.02)
-
-
 class Guard:
     """A process that waits for the end of the launcher, and kills and removes what a launcher killed by SIGKILL could not."""
 
@@ -565,9 +549,10 @@ class Inbox:
 class Ranks:
     """The processes of one attempt on this machine."""
 
-    def __init__(self, guard: Guard, mark: str, nodes: list[str], folder: Path, pages: Path) -> None:
+    def __init__(self, guard: Guard, mark: str, folder: Path, pages: Path) -> None:
         """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog."""
-        self.guard, self.mark, self.nodes, self.folder, self.pages = guard, mark, nodes, folder, pages
+        self.guard, self.mark, self.folder, self.pages = guard, mark, folder, pages
+        self.node_of: dict[int, str] = {}
         self.running: dict[int, subprocess.Popen] = {}
         self.ended: dict[int, int] = {}
         self.oom_kills_before = oom_kills()
@@ -582,7 +567,8 @@ class Ranks:
             def die() -> None:
                 die_with_parent(libc, parent)
 
-        for rank, environment in enumerate(environments):
+        for environment in environments:
+            rank = int(environment["RANK"])
             process = subprocess.Popen(
                 [sys.executable, *command],
                 env=environment | {MESSAGES_VAR: str(messages)},
@@ -591,7 +577,7 @@ class Ranks:
                 start_new_session=True,  # Ctrl-C reaches the launcher alone, which forwards it once
                 preexec_fn=die,  # safe here: the launcher has one thread
             )
-            self.running[rank] = process
+            self.running[rank], self.node_of[rank] = process, environment[watch.NODE_VAR]
             self.guard.note(process.pid)
 
     def poll(self, seconds: float) -> bool:
@@ -603,8 +589,8 @@ class Ranks:
                 self.ended[rank] = process.returncode
                 kill_group(process.pid)
                 self.guard.note(process.pid)
-                node = self.nodes[rank * len(self.nodes) // (len(self.running) + len(self.ended))]
-                recover.write_exit(self.folder, rank, node, process.returncode, self.pages, oom_kills() > self.oom_kills_before)
+                recover.write_exit(self.folder, rank, self.node_of[rank], process.returncode, self.pages,
+                                   oom_kills() > self.oom_kills_before)
             if not self.running or time.monotonic() >= until:
                 return not self.running
             time.sleep(0.01)
@@ -629,15 +615,22 @@ class Ranks:
         """The first config error that a rank other than 0 has left, if rank 0 had none. Once."""
         if self.messages.closed or self.running:
             return
+        told = self.said()
+        if EXIT_CONFIG in self.ended.values() and self.ended.get(0) != EXIT_CONFIG and told:
+            say(told)
+
+    def said(self) -> str:
+        """The first config error of a rank other than 0. Once."""
         self.messages.seek(0)
         told = self.messages.read().decode(errors="replace").splitlines()
         self.messages.close()
-        if EXIT_CONFIG in self.ended.values() and self.ended.get(0) != EXIT_CONFIG and told:
-            say(told[0])
+        return told[0] if told else ""
 
 
 class Local:
     """Starts ranks on this machine, whose nodes are simulated: node0, node1, ..."""
+
+    reserved: socket.socket | None = None  # of the attempt's port
 
     def __init__(self, nodes: int, ranks_per_node: int, port: int | None, threads: int | None, guard: Guard, mark: str) -> None:
         self.names, self.ranks_per_node = [f"node{n}" for n in range(nodes)], ranks_per_node
@@ -649,6 +642,10 @@ class Local:
     def unusable(self) -> dict[str, str]:
         return {}
 
+    def close(self) -> None:
+        if self.reserved:
+            self.reserved.close()
+
     def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Ranks:
         """Raises LaunchError when there is no port for them to meet."""
         self.attempts += 1
@@ -659,7 +656,7 @@ class Local:
         else:
             port = meeting_port(self.port)
         environments = rank_environments(nodes, self.ranks_per_node, port, self.threads, mark)
-        ranks = Ranks(self.guard, mark, list(nodes), folder, Path(environment[watch.FOLDER_VAR]))
+        ranks = Ranks(self.guard, mark, folder, Path(environment[watch.FOLDER_VAR]))
         ranks.start(command, [e | environment for e in environments])
         return ranks
 
@@ -690,6 +687,30 @@ def memory_folder() -> Path:
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
+def run_task(folder: Path, command: list[str]) -> int:
+    """This process as a task of srun or mpiexec: starts its one rank, passes signals on to it, writes how it ended, and leaves
+    nothing behind. Always 0, or srun or mpiexec would end the other tasks."""
+    environment = cluster.task_environment()
+    pages, mark = Path(environment[watch.FOLDER_VAR]), environment[RUN_VAR]
+    inbox = Inbox()
+    guard = Guard(mark, [])
+    ranks = Ranks(guard, mark, folder, pages)
+    try:
+        ranks.start(command, [environment])
+        while not ranks.poll(0):
+            for number in inbox.wait(60):
+                ranks.send(number)
+        if said := ranks.said():
+            (folder / f"said-{environment['RANK']}.txt").write_text(said + "\n")
+    finally:
+        ranks.kill()
+        guard.close()
+        with contextlib.suppress(OSError):  # until the node's last task has ended it is not empty
+            pages.rmdir()
+            pages.parent.rmdir()
+    return EXIT_OK
+
+
 def supervision(options: argparse.Namespace, command: list[str], folder: Path, pages: Path) -> recover.Options:
     """How the run is watched and restarted. A program that tells no progress is neither, unless it is asked for."""
     resumable = os.path.basename(command[0]) in RESUMABLE
@@ -700,27 +721,57 @@ def supervision(options: argparse.Namespace, command: list[str], folder: Path, p
     return recover.Options(options.nodes, folder, pages, limits, timeouts, watched, end_of_job())
 
 
+def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster.Site] | int:
+    """(scheduler of the allocation that this is, its site), or the exit code of a job's submission. Fills in what options leave
+    to the place. Raises LaunchError."""
+    scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
+    site = cluster.site_of(options)
+    if scheduler != "none" and not inside:
+        options.nodes = options.nodes or 1
+        return cluster.submit(scheduler, site, options, argv)
+    options.ranks_per_node = options.ranks_per_node or site.ranks_per_node
+    if not options.ranks_per_node:
+        present, simulated = count_accelerators(), 1 if inside else options.nodes or 1
+        options.ranks_per_node = max(1, present // simulated) if present else CPU_RANKS
+    if not inside:
+        options.nodes = options.nodes or 1
+        meeting_port(options.port)
+    return scheduler, site
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code of the run."""
-    options, command = parse(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    options, command = parse(argv)
     try:
-        ranks_per_node = options.ranks_per_node
-        if ranks_per_node is None:
-            present = count_accelerators()
-            ranks_per_node = max(1, present // options.nodes) if present else CPU_RANKS
-        meeting_port(options.port)
+        if options.task:
+            return run_task(Path(options.task), command)
+        place = place_of(options, argv)
     except LaunchError as error:
         say(f"error: {error}")
         return EXIT_CONFIG
+    if isinstance(place, int):
+        return place
+    scheduler, site = place
     os.environ.setdefault(STARTED_VAR, str(int(time.time())))  # nested, or started again: the outer one's
     name = f"{os.getpid()}-{time.time_ns()}"
     mark = f"{os.environ.get(RUN_VAR, '')}/{name}"  # nested: inside the outer run's mark
-    folder, pages = Path(tempfile.mkdtemp(prefix="nano1t-")), memory_folder() / f"nano1t-{name}"
+    folder = Path(tempfile.mkdtemp(prefix="nano1t-")) if scheduler == "none" else cluster.shared_folder(command, name)
+    pages = memory_folder() / f"nano1t-{name}"
     inbox = Inbox()
     guard = Guard(mark, [folder, pages])
-    starter = Local(options.nodes + options.spares, ranks_per_node, options.port, options.threads, guard, mark)
     try:
-        return recover.supervise(starter, command, supervision(options, command, folder, pages), inbox)
+        if scheduler == "none":
+            local = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
+            with contextlib.closing(local):
+                return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)
+        starter = cluster.starter(scheduler, site, options, mark)
+        with cluster.chained(scheduler, options, command) as chain:
+            cluster.prepare(starter, options, command)
+            settings = supervision(options, command, folder, pages)
+            settings.check = cluster.node_check(starter) if options.node_check else None
+            chain.code = recover.supervise(starter, command, settings, inbox)
+        return chain.code
     except LaunchError as error:
         say(f"error: {error}")
         return EXIT_CONFIG

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import cluster
 import launch
 import train
 from model import ConfigError
@@ -76,8 +77,11 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
         raise ConfigError(f"--from={low:g} --to={high:g}: give two rates above 0, the larger last")
     out = Path("out") / RUN
     ranks = [f"--{name}={options[name]}" for name in ("nodes", "ranks-per-node") if name in options]
-    argv = [sys.executable, HERE / "launch.py", *ranks, "--", HERE / "train.py", "--steps=100", "--val_every=0", *settings,
-            f"--run={RUN}", "--resume=never", "--schedule=ramp", "--warmup=0", f"--lr={high:g}", f"--final_lr={low / high:g}", "--ckpt_every=0", "--skip_sigma=0", "--max_skips=3", "--wandb=off"]
+    scheduler, _ = cluster.detect("auto", submitting=False)  # inside an allocation there; a queue would give no answer
+    launcher = [sys.executable, HERE / "launch.py", f"--scheduler={scheduler}", *ranks, "--"]
+    argv = [*launcher, HERE / "train.py", "--steps=100", "--val_every=0", *settings, f"--run={RUN}", "--resume=never",
+            "--schedule=ramp", "--warmup=0", f"--lr={high:g}", f"--final_lr={low / high:g}", "--ckpt_every=0", "--skip_sigma=0",
+            "--max_skips=3", "--wandb=off"]
     if out.exists():
         shutil.rmtree(out)  # an earlier search
     process, points = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), []

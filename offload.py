@@ -13,7 +13,6 @@ Streams and events occur in this file only. On a CPU the same code makes real co
 
 import json
 import math
-import os
 import resource
 import socket
 import time
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hosts import control_group_limit, host_memory, numa_nodes  # noqa: F401
 from model import ConfigError
 from timeline import COPY, span
 
@@ -391,48 +391,6 @@ def resident(state, inputs: Inputs) -> dict[str, list[Tensor]]:
 # ------------------------------------------------------------------------------------------------------------------
 # Host memory: what is there, what is planned, and whether it can be
 # ------------------------------------------------------------------------------------------------------------------
-
-
-def numa_nodes(root: str = "/sys/devices/system/node") -> list[dict]:
-    """Of each NUMA node with memory: id, whether it has CPUs (on GH200 the GPU's memory is a node without), and total, free and
-    unattributed bytes. Unattributed is what neither files, processes nor the kernel's own lists account for: drivers and other
-    jobs' remains, mostly released under pressure."""
-    nodes = []
-    for path in sorted(Path(root).glob("node[0-9]*"), key=lambda p: int(p.name[4:])):
-        fields = {}
-        for line in (path / "meminfo").read_text().splitlines():
-            _, _, name, kib, *_ = line.split()
-            fields[name.rstrip(":")] = int(kib) * 1024
-        if not fields.get("MemTotal"):
-            continue
-        known = sum(fields.get(name, 0) for name in ("MemFree", "FilePages", "AnonPages", "Slab", "KernelStack", "PageTables"))
-        nodes.append({"node": int(path.name[4:]), "cpus": bool((path / "cpulist").read_text().strip()),
-                      "total": fields["MemTotal"], "free": fields["MemFree"], "unattributed": max(0, fields["MemTotal"] - known)})
-    return nodes
-
-
-def control_group_limit(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
-    """Bytes that this job may take on the host (Slurm and containers set it), or None. Version 1 and 2 of the interface."""
-    limits = []
-    for line in Path(own).read_text().splitlines() if Path(own).exists() else ():
-        _, controllers, place = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base, name = (Path(root), "memory.max") if not controllers else (Path(root, "memory"), "memory.limit_in_bytes")
-        here = base / place.lstrip("/")
-        for folder in (here, *here.parents):  # a limit of any group above holds too
-            if (folder / name).exists() and (text := (folder / name).read_text().strip()).isdecimal():
-                limits.append(int(text))
-            if folder == base:
-                break
-    return min(limits, default=None)
-
-
-def host_memory() -> tuple[int, list[dict]]:
-    """(bytes that the host has for this job, its NUMA nodes)."""
-    nodes = numa_nodes()
-    total = sum(n["total"] for n in nodes if n["cpus"]) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, control_group_limit() or total), nodes
 
 
 def describe(planned: dict[str, int]) -> str:

@@ -922,8 +922,8 @@ PROBE_S = 0.4  # seconds of each measurement
 def measure(settings: list[str], o: Options) -> dict[str, float]:
     """Starts the ranks, which measure together, and returns the slowest one's rates."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "launch.py", "--nodes", str(o.nodes), "--ranks-per-node", str(o.ranks_per_node), "--",
-                               "plan.py", "--probe", folder, *settings], cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "launch.py", "--scheduler=none", "--nodes", str(o.nodes), "--ranks-per-node",
+                               str(o.ranks_per_node), "--", "plan.py", "--probe", folder, *settings], cwd=Path(__file__).parent, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"--machine=this-machine: the probe ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]

@@ -82,7 +82,7 @@ class Evidence:
     step_before: int = 0  # the furthest step of the attempts before
     step_after: int = 0  # the furthest now
     step_here: int = 0  # where this attempt ended
-    down: dict[str, str] = field(default_factory=dict)  # of these nodes, those that the scheduler calls unusable, and why
+    down: dict[str, str] = field(default_factory=dict)  # of these nodes, those that the scheduler calls unusable, in its words
     suspects: dict[str, str] = field(default_factory=dict)  # nodes that have failed a check since, and how
     asked: tuple[str, ...] = ()  # signals that the launcher got and passed on
     hang: watch.Hang | None = None
@@ -167,7 +167,7 @@ def cause_of(e: Evidence) -> Cause:
         return Cause(STOPPED if code == EXIT_STOPPED else CANCELLED, f"{e.asked[0]} was passed on", code=code)
     if e.down:
         why = "; ".join(f"{node}: {why}" for node, why in e.down.items())
-        return Cause(NODE, f"the scheduler says {why}", tuple(e.down), True, EXIT_HANG if e.hang else code or EXIT_FAILED)
+        return Cause(NODE, why, tuple(e.down), True, EXIT_HANG if e.hang else code or EXIT_FAILED)
     if e.hang and not first_failure(own):
         if e.silent:
             return Cause(NODE, f"no answer from {', '.join(e.silent)}; {e.hang.text}", e.silent, True, EXIT_HANG)
@@ -199,6 +199,8 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
     lost_nodes = [node for n, node in enumerate(e.nodes) if set(e.ranks_of(n)) <= set(lost)]
     if lost_nodes and len(lost_nodes) < len(e.nodes):
         return Cause(NODE, f"nothing is left of {', '.join(lost_nodes)}", tuple(lost_nodes), code=code)
+    if not e.exits:  # not even their wrappers could tell: srun or mpiexec did not start, or was ended with all of them
+        return Cause(KILLED if e.step_after > e.step_before else START, "all ranks are gone, nobody knows how", code=code)
     if first is None:
         return Cause(ERROR, f"ranks {watch.shortened(lost)} are gone, nobody knows how", code=code)
     if first.code == EXIT_OUT_OF_MEMORY:
@@ -544,7 +546,7 @@ def supervise(starter, command: list[str], options: Options, inbox) -> int:
 def healthy(starter, history: History, needed: int) -> list[str]:
     """Nodes that can be used, in their order. Raises LaunchError if they are too few."""
     for node, why in starter.unusable().items():
-        exclude(history, node, f"the scheduler says {why}")
+        exclude(history, node, why)
     nodes = [node for node in starter.nodes() if node not in history.excluded]
     if len(nodes) < needed:
         lost = "; ".join(f"{node} ({found['why']})" for node, found in history.excluded.items())

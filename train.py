@@ -8,6 +8,7 @@
 Reads top to bottom: hyperparameters, the schedule of a step with every collective in it, the loop.
 """
 
+import atexit
 import dataclasses
 import difflib
 import errno
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 
 import checkpoint
+import cluster
 import data
 import health
 import launch
@@ -601,6 +603,9 @@ class Output:
             if self.path.exists() and not self.path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "is not a directory")
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = self.path.with_name(f".{self.path.name}.owner")
+            cluster.claim(owner, f"--run={self.hp.run}")
+            atexit.register(cluster.release, owner)
         except BlockingIOError:
             raise ConfigError(f"--run={self.hp.run}: another process is training this run; wait for it, end it, or use another "
                               "--run") from None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: spinning threads take the cores of the spawned ranks
+os.environ["NANO1T_SCHEDULER"] = "none"  # nodes are simulated, whatever is installed here and wherever the tests run
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 LONGEST = ("test_layouts", "test_train", "test_wire", "test_health", "test_checkpoint")

@@ -39,8 +39,8 @@ def measure(steps: int = 50, script: tuple[str, ...] = ("train.py",)) -> tuple[s
     (ROOT / "data").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as here:
         (Path(here) / "data").symlink_to(ROOT / "data")  # the prepared corpus is kept
-        argv = [sys.executable, ROOT / "launch.py", "--nodes", "2", "--ranks-per-node", "1", "--threads", "1", "--", ROOT / script[0],
-                *script[1:], *SETTINGS, f"--steps={steps}"]
+        argv = [sys.executable, ROOT / "launch.py", "--scheduler=none", "--nodes", "2", "--ranks-per-node", "1", "--threads", "1", "--",
+                ROOT / script[0], *script[1:], *SETTINGS, f"--steps={steps}"]
         done = subprocess.run(argv, cwd=here, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"the run ended with code {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -54,7 +54,8 @@ class Life:
     """One start of the run."""
 
     def __init__(self, here: Path, name: str, settings: list[str]):
-        argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--threads", "1", "--retries", "0", "--", ROOT / "train.py"]
+        argv = [sys.executable, ROOT / "launch.py", "--scheduler=none", "--ranks-per-node", "2", "--threads", "1", "--retries", "0",
+                "--", ROOT / "train.py"]
         self.process = subprocess.Popen([*argv, f"--run={name}", *TINY, *settings], cwd=here, stdout=subprocess.PIPE,
                                         stderr=subprocess.STDOUT, text=True, errors="replace")
         self.lines: list[str] = []

@@ -447,6 +447,14 @@ def test_a_signal_between_two_attempts_ends_the_launch(tmp_path, monkeypatch):
     process.stderr.close()
 
 
+def test_nothing_of_an_attempt_is_left_when_the_next_one_runs(tmp_path):
+    helper = ("import subprocess; p = subprocess.Popen(['sleep', '300'], start_new_session=True); "
+              "open('helper', 'w').write(str(p.pid)); ")
+    look = "open('seen', 'w').write(str(watch.process_state(int(open('helper').read()))[0]))"
+    code, lines, errors = go(tmp_path, {1: ("0", 3, helper + KILL), 2: ("0", 6, look)}, nodes=1)
+    assert code == 0 and (tmp_path / "seen").read_text() == "X", errors
+
+
 def test_nothing_is_left_of_a_launch_whose_launcher_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     faults = {1: ("0123", 3, "open(f'{os.getpid()}.pid', 'w').close(); signal.pause()")}

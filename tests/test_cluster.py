@@ -1,0 +1,241 @@
+"""Where a run is started, and the job scripts: text only, no scheduler."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spawn import ROOT
+
+import cluster
+import launch
+from errors import EXIT_CONFIG, LaunchError
+
+VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_JOBID", "PBS_NODEFILE", "SLURM_CONF", cluster.SITE_VAR, cluster.CHAIN_VAR,
+             cluster.SCRIPT_VAR, cluster.JOB_END_VAR)
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """No scheduler's variables, and only the programs that a test puts into the returned folder."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def program(folder, name, text):
+    (folder / name).write_text("#!/bin/sh\n" + text)
+    (folder / name).chmod(0o755)
+
+
+def test_detection(bare, monkeypatch):
+    assert cluster.detect("auto", True) == ("none", False)
+    program(bare, "sbatch", "exit 0\n")
+    assert cluster.detect("auto", False) == ("none", False)  # nothing is to be submitted: nobody is asked
+    program(bare, "sinfo", "exit 1\n")
+    assert cluster.detect("auto", True) == ("none", False)  # installed, but set up nowhere
+    monkeypatch.setenv("SLURM_CONF", "/somewhere")
+    with pytest.raises(LaunchError, match="does not answer.*--scheduler=none"):
+        cluster.detect("auto", True)
+    program(bare, "sinfo", "echo 4\n")
+    assert cluster.detect("auto", True) == ("slurm", False)
+    assert cluster.detect("none", True) == ("none", False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert cluster.detect("auto", True) == ("slurm", True)
+    assert cluster.detect("none", True) == ("none", False)
+
+
+def test_detection_of_pbs(bare, monkeypatch):
+    for name in ("qsub", "pbsnodes"):
+        program(bare, name, "exit 0\n")
+    assert cluster.detect("auto", True) == ("pbs", False)
+    monkeypatch.setenv("PBS_JOBID", "7.x")
+    monkeypatch.setenv("PBS_NODEFILE", "/x")
+    assert cluster.detect("auto", False) == cluster.detect("pbs", True) == ("pbs", True)
+    with pytest.raises(LaunchError, match="no sbatch on the PATH"):
+        cluster.detect("slurm", True)
+
+
+def script(scheduler, *options, command=("train.py", "--run=a 'b' $c\n#d")):
+    argv = ["--nodes", "8", "--spares", "2", *options, "--", str(ROOT / command[0]), *command[1:]]
+    parsed, _ = launch.parse(argv)
+    return cluster.job_script(scheduler, cluster.site_of(parsed), parsed, argv, Path("/jobs/x y.sh"))
+
+
+def test_a_slurm_script_is_read_by_slurm_and_the_shell_as_it_is_meant(monkeypatch):
+    monkeypatch.delenv(cluster.SITE_VAR, raising=False)
+    text = script("slurm", "--site=jupiter", "--account=project", "--partition=booster", "--time=12:00:00", "--warn=900",
+                  "--setup=module load Stages/2026", "--dry")
+    head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert head == ["#SBATCH --job-name=nano1t-a--b---c--d", "#SBATCH --nodes=10  # 2 of them spare",
+                    "#SBATCH --ntasks-per-node=4",
+                    "#SBATCH --time=12:00:00", "#SBATCH --signal=B:USR1@900  # time for a checkpoint",
+                    "#SBATCH --no-kill  # a node that fails is replaced by a spare",
+                    "#SBATCH --no-requeue  # a follower goes on instead",
+                    "#SBATCH --output=out/jobs/nano1t-a--b---c--d-%j.log", "#SBATCH --open-mode=append",
+                    "#SBATCH --account=project",
+                    "#SBATCH --partition=booster"]
+    assert text.splitlines()[len(head) + 2 : len(head) + 5] == [
+        f"cd {shlex.quote(os.getcwd())} || exit 2", "module load Stages/2026", "export NANO1T_JOB_SCRIPT='/jobs/x y.sh'"]
+    words = shlex.split(text[text.index("exec ") :])
+    assert words[:3] == ["exec", sys.executable, str(ROOT / "launch.py")] and "--dry" not in words
+    assert words[-3:] == ["--", str(ROOT / "train.py"), "--run=a 'b' $c\n#d"]
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
+def test_a_pbs_script(monkeypatch):
+    text = script("pbs", "--site=aurora", "--queue=prod", "--account=project", "--time=1-00:30:00", command=("train.py",
+                                                                                                             "--run=big"))
+    head = [line for line in text.splitlines() if line.startswith("#PBS")]
+    assert head == ["#PBS -N nano1t-big", "#PBS -l select=10", "#PBS -l walltime=24:30:00", "#PBS -j oe", "#PBS -o out/jobs/",
+                    "#PBS -A project",
+                    "#PBS -q prod", "#PBS -l filesystems=home:flare", "#PBS -l place=scatter", "#PBS -k doe"]
+    assert "\nmodule load frameworks\n" in text and "\nexport NANO1T_JOB_END=$(($(date +%s) + 88200))\n" in text
+
+
+@pytest.mark.parametrize("text", ["1h", "", "90", "1:2:3:4", "a:b"])
+def test_a_time_limit_that_is_none(text):
+    with pytest.raises(LaunchError, match="--time="):
+        cluster.seconds(text)
+
+
+def test_flags_override_the_table():
+    def site(*options):
+        return cluster.site_of(launch.parse([*options, "--", str(ROOT / "train.py")])[0])
+
+    assert site("--site=aurora").ranks_per_node == 12 and site().environment == {}
+    changed = site("--site=alps", "--interface=hsn0", "--set", "NCCL_NET=Socket", "--set", "A=b=c", "--membind=",
+                   "--setup=module load x",
+                   "--submit-options=", "--start-options=--cpu-bind='map ldom'")
+    assert changed.environment | {"NCCL_SOCKET_IFNAME": "hsn0", "GLOO_SOCKET_IFNAME": "hsn0", "NCCL_NET": "Socket",
+                                  "A": "b=c"} == changed.environment
+    assert changed.environment["FI_CXI_RX_MATCH_MODE"] == "software"
+    assert (changed.membind, changed.setup, changed.submit, changed.start) == ("", ("module load x",), (),
+                                                                               ("--cpu-bind=map ldom",))
+    for wrong in (["--site=mars"], ["--set", "novalue"], ["--set", "1a=b"]):
+        with pytest.raises(LaunchError, match=wrong[0][:6]):
+            site(*wrong)
+
+
+def test_every_site_names_its_source_and_its_script_is_a_script(monkeypatch):
+    for name, site in cluster.SITES.items():
+        assert len(site.source) > 10
+        if site.scheduler != "none":
+            assert subprocess.run(["bash", "-n"], input=script(site.scheduler, f"--site={name}"), text=True).returncode == 0
+    shown = subprocess.run([sys.executable, ROOT / "cluster.py", "sites"], capture_output=True, text=True, check=True).stdout
+    assert all(f"{name}: {site.source}" in shown for name, site in cluster.SITES.items())
+
+
+def test_a_task_knows_its_place_whatever_started_it(monkeypatch):
+    for name in (*cluster.RANK_FROM, "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match="--task is for processes that srun or mpiexec start"):
+        cluster.task_environment()
+    given = {cluster.NODES_VAR: "a,b", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", cluster.RUN_VAR: "/x"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 288)
+    for variable in cluster.RANK_FROM:
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "6")
+            patch.setattr(os, "sched_getaffinity", lambda pid: range(72), raising=False)  # bound to its own cores
+            env = cluster.task_environment()
+            assert [env[n] for n in ("RANK", "LOCAL_RANK", "GROUP_RANK", "NANO1T_DEVICE", "NANO1T_NODE", "OMP_NUM_THREADS")] == [
+                "6", "2", "1", "2", "b", "72"]
+            patch.setattr(os, "sched_getaffinity", lambda pid: range(288), raising=False)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "2")  # the scheduler shows each task its own
+            assert [cluster.task_environment()[n] for n in ("NANO1T_DEVICE", "OMP_NUM_THREADS")] == ["0", "72"]
+
+
+def test_mpiexec_is_told_in_its_own_language(bare, monkeypatch):
+    (bare / "nodes").write_text("a.site\na.site\nb.site\nb.site\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(bare / "nodes"))
+    wanted = {"HYDRA build details:": ["-n", "6", "-ppn", "3", "-f"], "mpiexec (OpenRTE) 4.1.4": ["-n", "6", "--map-by",
+                                                                                                  "ppr:3:node:OVERSUBSCRIBE"],
+              "PALS 1.2": ["-n", "6", "--ppn", "3", "--hostfile"]}
+    for version, words in wanted.items():
+        program(bare, "mpiexec", f"echo '{version}'\n")
+        starter = cluster.Pbs(cluster.Site(start=("--extra",)), 3)
+        assert starter.nodes() == ["a.site", "b.site"]
+        argv = starter.tasks(["a.site", "b.site"], 3, ["python", "x y"], ["A", "PMI_RANK", "BASH_FUNC_m%%"], bare)
+        assert argv[: len(words) + 1] == ["mpiexec", *words] and argv[-3:] == ["--extra", "python",
+                                                                               "x y"] and "PMI_RANK" not in argv
+        assert (bare / f"hosts-{starter.started}").read_text() == "a.site\nb.site\n"
+        assert "--extra" not in starter.tasks(["a.site"], 1, ["python"], [], bare)  # beside the run: not bound like it
+    (bare / "mpiexec").unlink()
+    with pytest.raises(LaunchError, match="no mpiexec on the PATH"):
+        cluster.Pbs(cluster.Site(), 3)
+
+
+def test_words_of_the_scheduler_on_nodes(bare, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-6]")
+    program(bare, "scontrol", 'case "$3" in "n[1-6]") echo n1 n2 n3 n4 n5 n6;; *) echo n1 n2 n3 n4 n5;; esac\n')
+    program(bare, "squeue", "echo 'n[1-5]'\n")
+    program(bare, "sinfo",
+            "echo 'n1|mixed|none'; echo 'n2|down|bad dimm'; echo 'n3|draining|after the job'; echo 'n4|allocated*|none'\n")
+    assert cluster.Slurm(cluster.Site(), 1).down() == {"n6": "Slurm has taken it out of the job",
+                                                       "n2": "Slurm says down: bad dimm",
+                                                       "n4": "Slurm says allocated*: none"}
+    program(bare, "pbsnodes", 'test $1 = a && echo "     state = down,offline" || echo "     state = job-exclusive"\n')
+    program(bare, "mpiexec", "echo PALS\n")
+    (bare / "nodes").write_text("a\nb\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(bare / "nodes"))
+    assert cluster.Pbs(cluster.Site(), 1).down() == {"a": "PBS says down,offline"}
+
+
+def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
+    program(bare, "qsub", f'echo "$@" >> {bare}/said; env | grep -c SLURM_ >> {bare}/said; echo 8.server\n')
+    program(bare, "qdel", f'echo qdel "$@" >> {bare}/said\n')
+    monkeypatch.setenv("PATH", f"{bare}:/usr/bin:/bin")
+    monkeypatch.setenv("PBS_JOBID", "7.server")
+    monkeypatch.setenv(cluster.SCRIPT_VAR, "/jobs/x.sh")
+    options = launch.parse(["--chain", "2", "--", str(ROOT / "train.py")])[0]
+    cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False,
+                                                                                                                     "hang"),
+             (137, False, "node"), (1, True, "node of an earlier job")]
+    for code, deleted, cause in cases:
+        ended = 0 if "earlier" in cause else 9e9
+        (tmp_path / "attempts.jsonl").write_text(json.dumps({"cause": cause.split()[0] if cause else "", "ended": ended}) + "\n")
+        (bare / "said").unlink(missing_ok=True)
+        monkeypatch.delenv(cluster.CHAIN_VAR, raising=False)
+        chain = cluster.Chain("pbs", options, tmp_path)
+        chain.code = code
+        chain.end()
+        said = (bare / "said").read_text().splitlines()
+        assert said[0] == "-v NANO1T_CHAIN=1 -W depend=afterany:7.server /jobs/x.sh"
+        assert ("qdel 8.server" in said) == deleted
+    monkeypatch.setenv(cluster.CHAIN_VAR, "0")
+    assert cluster.Chain("pbs", options, tmp_path).follower == ""
+    monkeypatch.setenv(cluster.CHAIN_VAR, "1")
+    (tmp_path / "stop").touch()
+    assert cluster.Chain("pbs", options, tmp_path).follower == ""
+
+
+def test_a_request_to_stop_travels_as_usr1(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: exit(5))\n"
+                                "print(flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    step = cluster.Step(None, process, ["a"], tmp_path, "mark", "")
+    assert not step.poll(0)
+    step.send(signal.SIGTERM)
+    assert step.poll(30) and process.returncode == 5
+    process.stdout.close()
+    (tmp_path / "exit-3.json").write_text(json.dumps({"rank": 3, "code": -9}))
+    assert step.codes() == {3: -9}
+
+
+def test_more_nodes_than_the_allocation_has(bare, monkeypatch, capsys):
+    monkeypatch.setenv("PBS_JOBID", "7")
+    (bare / "nodes").write_text("a\nb\n")
+    monkeypatch.setenv("PBS_NODEFILE", str(bare / "nodes"))
+    monkeypatch.setattr(cluster, "shared_folder", lambda *_: bare / "folder")
+    program(bare, "mpiexec", "echo PALS\n")
+    assert launch.main(["--scheduler=pbs", "--nodes", "3", "--ranks-per-node", "1", "--", str(ROOT / "train.py")]) == EXIT_CONFIG
+    assert "--nodes 3: the allocation has 2" in capsys.readouterr().err
