@@ -582,7 +582,8 @@ TEAMS: list[Team] = []  # all that were started and not yet ended
 
 def start(name: str, size: str, layout: str) -> Team:
     nodes, per_node = LAYOUTS[layout]
-    environments = launch.rank_environments(nodes, per_node, launch.meeting_port(None), None)
+    names, mark = [f"node{n}" for n in range(nodes)], f"bench-{os.getpid()}"
+    environments = launch.rank_environments(names, per_node, launch.meeting_port(None), None, mark)
     team, libc, parent = Team(name, [], []), ctypes.CDLL(None), os.getpid()
     TEAMS.append(team)
     for environment in environments:
