@@ -73,8 +73,18 @@ def _user_files(data: str) -> list[Path]:
     def refuse(error: OSError):  # a part that is left out silently would be another corpus
         raise ConfigError(f"--data={data!r}: {error.filename!r} cannot be read ({error.strerror}). Change its permissions.")
 
-    found = [Path(place) / name for place, _, names in os.walk(path, onerror=refuse) for name in names]
-    return sorted(p for p in found if input_kind(p) and p.is_file())
+    found, seen = [], set()
+    for place, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:        # links may lead in a circle, or twice to one directory
+            folders.clear()
+            continue
+        seen.add(real)
+        for p in (Path(place) / name for name in names):
+            if p.is_symlink() and not p.exists() and (input_kind(p) or not p.suffix):        # without a suffix: a directory, perhaps
+                raise ConfigError(f"--data={data!r}: {str(p)!r} is a link to {os.readlink(p)!r}, which is not there. Restore that, "
+                                  f"or delete the link.")
+            found += [p] if input_kind(p) and p.is_file() else []
+    return sorted(found)
 
 
 def check_source(data: str, tokenizer: str = "") -> None:

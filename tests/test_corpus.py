@@ -775,6 +775,30 @@ def test_check_source(sources):
         corpus.check_source("embedded", str(sources / "nowhere"))
 
 
+def test_links_in_a_directory_are_followed(tmp_path):
+    texts, other = tmp_path / "texts", tmp_path / "other"
+    for folder, name in ((texts / "inside", "a.txt"), (other / "deep", "b.txt")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("text")
+    (texts / "linked").symlink_to(other)                     # a directory elsewhere,
+    (texts / "again").symlink_to("inside")                   # one that is read anyway,
+    (other / "deep" / "up").symlink_to("..")                 # a circle,
+    (texts / "self").symlink_to("self")                      # and what leads nowhere at all
+    (texts / "file.txt").symlink_to(other / "deep" / "b.txt")
+    with pytest.raises(ConfigError, match="texts/self' is a link to 'self', which is not there"):
+        corpus.check_source(str(texts))
+    (texts / "self").unlink()
+    found = [path.relative_to(texts) for path in corpus._user_files(str(texts))]
+    assert sorted(path.name for path in found) == ["a.txt", "b.txt", "file.txt"] and Path("linked/deep/b.txt") in found
+    for name, gone in (("c.jsonl.gz", True), ("folder", True), ("readme.md", False)):
+        (texts / name).symlink_to(tmp_path / "gone")
+        if gone:
+            with pytest.raises(ConfigError, match=f"{name}' is a link to .*gone', which is not there"):
+                corpus.check_source(str(texts))
+            (texts / name).unlink()
+    corpus.check_source(str(texts))
+
+
 # ---- the corpus that comes with Python ------------------------------------------------------------------------------
 
 def test_embedded_source_split():
