@@ -637,7 +637,7 @@ def test_transformers_computes_the_same(transformers, trained, exported, tokeniz
         assert torch.equal(again.read(name, 0, math.prod(shape)), first.read(name, 0, math.prod(shape)))
 
 
-def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, tokenizer):
+def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, exported, tokenizer):
     if not (trained / "bf16" / "nano1t").exists():
         export.export_checkpoint(biased(trained, "nano1t"), trained / "bf16" / "nano1t", tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "bf16" / "nano1t", trust_remote_code=True, dtype="auto")
@@ -655,6 +655,26 @@ def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, t
     drawn = wide.generate(ids[:, :5], max_new_tokens=8, do_sample=True, num_return_sequences=2, pad_token_id=1)
     beams = wide.generate(ids[:, :5], max_new_tokens=8, num_beams=3, pad_token_id=1)
     assert drawn.shape[0] == 2 and beams.shape[1] > 5
+
+
+def test_the_trainer_of_transformers_accumulates_to_the_same_update(transformers, exported, tmp_path):
+    """Targets are spread unevenly over four passes: a mean of means, or their sum, would be another update."""
+    pytest.importorskip("accelerate")
+    rng, rows, updated = torch.Generator().manual_seed(0), [], []
+    for hidden in (1, 20, 35, 39):  # of 40
+        ids = torch.randint(3, 300, (40,), generator=rng)
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(40) < hidden, -100, ids)})
+    for passes in (1, 4):
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported / "nano1t", trust_remote_code=True)
+        asked = transformers.TrainingArguments(str(tmp_path), max_steps=1, per_device_train_batch_size=4 // passes, use_cpu=True,
+                                               gradient_accumulation_steps=passes, optim="sgd", learning_rate=1.0,
+                                               lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[],
+                                               disable_tqdm=True, remove_unused_columns=False)
+        before = model.lm_head.weight.detach().clone()
+        transformers.Trainer(model, asked, train_dataset=rows, data_collator=lambda some: {
+            key: torch.stack([row[key] for row in some]) for key in some[0]}).train()
+        updated.append(model.lm_head.weight.detach() - before)
+    assert updated[0].abs().max() > 1e-3 and torch.allclose(*updated, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------------
