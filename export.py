@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -559,12 +560,12 @@ class Directory:
             if found.get_dtype() not in ("F32", "BF16", "F16"):
                 raise ConfigError(f"{self.path}: {name} is {found.get_dtype()}; only F32, BF16 and F16 are read, convert it")
 
-    def verify(self) -> bool:
-        """Compares every file with SHA256SUMS; False where there is none. Raises ConfigError for a damaged file."""
-        sums = self.path / "SHA256SUMS"
-        if not sums.is_file():
-            return False
-        listed = dict(reversed(line.split("  ", 1)) for line in sums.read_text().splitlines())
+    def verify(self) -> str:
+        """Compares every file that SHA256SUMS lists; returns what is unchecked of the files that are read here, "" where nothing
+        is. Raises ConfigError for a damaged file."""
+        if not (self.path / "SHA256SUMS").is_file():
+            return "no SHA256SUMS, so its bytes were not checked"
+        listed = self.read_sums(self.path / "SHA256SUMS")
         sizes = {name: (self.path / name).stat().st_size if (self.path / name).is_file() else 0 for name in listed}
         progress = Progress("checking", sum(sizes.values()))
         for name, digest in listed.items():
@@ -572,7 +573,23 @@ class Directory:
                 raise ConfigError(f"{self.path / name} is missing or damaged (its checksum is not the one in SHA256SUMS); copy "
                                   "it again")
             progress.add(sizes[name])
-        return True
+        others = [name for name in ("model.safetensors.index.json", "tokenizer.model") if (self.path / name).is_file()]
+        unlisted = sorted({"config.json", *others, *(Path(name).name for name in self.files)} - listed.keys())
+        return f"SHA256SUMS does not list {', '.join(unlisted)}, so their bytes were not checked" if unlisted else ""
+
+    def read_sums(self, file: Path) -> dict[str, str]:
+        """Digest by file name. Raises ConfigError for a line that is not as sha256sum writes it."""
+        found = {}
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        for number, line in enumerate(lines, 1):
+            if not (parts := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)):  # *: sha256sum --binary
+                raise ConfigError(f"{file}: line {number} is not a checksum, two spaces and a file name; delete the line, or write "
+                                  "the file anew with sha256sum")
+            found[os.path.normpath(parts[2])] = parts[1].lower()
+        return found
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Values start..stop of a parameter of ours, flattened: fp32. Reads the rows that hold them."""
@@ -675,12 +692,12 @@ def import_(argv: list[str]) -> int:
         raise ConfigError(f"--run={s.run}: {final} exists; use another name")
     if s.seq_len:
         source.m = dataclasses.replace(source.m, seq_len=s.seq_len)
-    checked = source.verify()
+    unchecked = source.verify()
     import_directory(source, final, s.optimizer, f"--run={s.run}")
     has_tokenizer = (final / "tokenizer.model").is_file()
     flags = [f"--run={s.run}", f"--optimizer={s.optimizer}", *flags_of(source.m)]
     flags += [f"--tokenizer={final / 'tokenizer.model'}"] if has_tokenizer else ["--tokenizer=..."]
-    print(f"{s.source} ({CLASSES[source.kind]}{'' if checked else '; no SHA256SUMS, so its bytes were not checked'}) -> {final}\n"
+    print(f"{s.source} ({CLASSES[source.kind]}{unchecked and f'; {unchecked}'}) -> {final}\n"
           + ("" if has_tokenizer else "it has no tokenizer.model: give the SentencePiece model that it was trained with\n")
           + f"go on with: python train.py {shlex.join(flags)} --data=...")
     return launch.EXIT_OK
@@ -691,7 +708,7 @@ def check(argv: list[str]) -> int:
     if not s.source:
         raise ConfigError("--source=: give the directory to check")
     source = Directory(Path(s.source))
-    checked = "every file has its checksum" if source.verify() else "no SHA256SUMS, so the bytes were not checked"
+    checked = source.verify() or "every file has its checksum"
     print(f"{s.source}: {CLASSES[source.kind]}, {len(source.where):,} tensors in {len(source.files)} files as config.json says; "
           f"{checked}")
     return launch.EXIT_OK

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -381,7 +382,7 @@ def test_what_cannot_be_written_leaves_nothing(trained, tokenizer, tmp_path, mon
     (out.parent / ".hf.tmp" / "model.safetensors").write_text("half")
     export.export_checkpoint(path, out, tokenizer)
     refused("hf exists; remove it")
-    assert export.Directory(out).verify()
+    assert export.Directory(out).verify() == ""
 
 
 def damage(source: Path, how: str):
@@ -423,6 +424,27 @@ def test_a_damaged_directory_is_not_imported(trained, tokenizer, tmp_path, monke
         with pytest.raises(ConfigError, match=said):
             export.main([*command, "--source=hf"])
     assert {p.name for p in tmp_path.iterdir()} <= {"hf", "out"} and not list(tmp_path.glob("out/*"))
+
+
+def test_what_has_no_checksum_is_said(exported, tmp_path, monkeypatch, capsys):
+    shutil.copytree(exported / "qwen3_moe", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    sums = tmp_path / "hf" / "SHA256SUMS"
+    lines, source = sums.read_text().splitlines(), export.Directory(Path("hf"))
+    for gone in ("model-00002-of-[0-9]*.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.model"):
+        sums.write_text("\n".join(line for line in lines if not re.search(f"  {gone}$", line)))
+        assert re.fullmatch(f"SHA256SUMS does not list {gone}, so their bytes were not checked", source.verify())
+    assert export.main(["check", "--source=hf"]) == 0 and "does not list tokenizer.model" in capsys.readouterr().out
+    assert export.main(["import", "--source=hf", "--run=x"]) == 0 and "does not list tokenizer.model" in capsys.readouterr().out
+    sums.write_text("\n".join(line[:64].upper() + " *./" + line[66:] for line in lines))  # sha256sum --binary ./*
+    assert source.verify() == ""
+    for line in ("# from the hub", "", lines[0][:63] + "  config.json", lines[0][:64] + " config.json", lines[0][:64]):
+        sums.write_text("\n".join([lines[0], line, *lines[1:]]))
+        with pytest.raises(ConfigError, match="hf/SHA256SUMS: line 2 is not a checksum"):
+            source.verify()
+    sums.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="hf/SHA256SUMS cannot be read"):
+        source.verify()
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
