@@ -193,7 +193,7 @@ def config_of(m: Model, kind: str, eos: int, dtype: str) -> dict:
 def model_of_config(config: dict, where: Path) -> tuple[str, Model]:
     """(architecture, model) of a config.json. Raises ConfigError where ours would compute something else."""
     kind = config.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ConfigError(f"{where}: model_type is {kind!r}; {', '.join(CLASSES)} can be imported")
     for key, value, may_be_absent in REQUIRED[kind]:
         found = config.get(key, value if may_be_absent else None)
@@ -203,20 +203,32 @@ def model_of_config(config: dict, where: Path) -> tuple[str, Model]:
     for name, key in CONFIG_NAMES[kind].items():
         fields[name] = config.get(key, config.get(ALIASES.get(key)))
         if name == "head_dim" and fields[name] is None:
-            fields[name] = config["hidden_size"] // config["num_attention_heads"]
+            fields[name] = fields["width"] // max(fields["heads"], 1)
         if fields[name] is None:
             raise ConfigError(f"{where}: has no {key}; give a directory that was written whole")
+        check_type(fields[name], Model.__annotations__[name], key, where)
     if kind != "nano1t":
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        check_type(rope, dict, "rope_parameters", where)
         fields["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if kind == "glm4_moe" else 1.0))
+        check_type(part, float, "partial_rotary_factor", where)
         if fields["rope_theta"] is None or rope.get("rope_type", rope.get("type", "default")) != "default" or part != 1.0:
             raise ConfigError(f"{where}: RoPE is {rope or 'not given'}, on {part:g} of each head; only plain RoPE on whole heads "
                               "can be imported")
+        check_type(fields["rope_theta"], float, "rope_theta", where)
     try:
         return kind, model_of("debug", **fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_type(value, kind: type, key: str, where: Path):
+    """Raises ConfigError where a value of a config.json is of another type; a whole number may stand for a float."""
+    said = {int: "a whole number", float: "a finite number above 0", str: "a string", dict: "an object"}[kind]
+    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if not fits or kind is float and not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} is {value!r}, where {said} belongs; correct it, or copy the directory again")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -524,7 +536,10 @@ class Directory:
         self.path = path
         self.kind, self.m = model_of_config(self.read_json(path / "config.json"), path / "config.json")
         if (path / "model.safetensors.index.json").is_file():
-            self.where = self.read_json(path / "model.safetensors.index.json").get("weight_map", {})
+            index = path / "model.safetensors.index.json"
+            self.where = self.read_json(index).get("weight_map", {})
+            if not isinstance(self.where, dict) or not all(isinstance(file, str) for file in self.where.values()):
+                raise ConfigError(f"{index}: its weight_map does not give each tensor the name of a file; copy it again")
         else:
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
         self.files = {name: self.open(name) for name in sorted(set(self.where.values()))}
@@ -532,7 +547,10 @@ class Directory:
 
     def read_json(self, file: Path) -> dict:
         try:
-            return json.loads(file.read_text())
+            found = json.loads(file.read_text())
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
+            return found
         except FileNotFoundError:
             raise ConfigError(f"--source={self.path}: has no {file.name}; give a directory with config.json and .safetensors "
                               "files") from None
@@ -546,7 +564,8 @@ class Directory:
             raise ConfigError(f"{self.path / name} is missing or damaged: {error}") from None
 
     def check_tensors(self):
-        there = {name for file in self.files.values() for name in file.keys()}
+        names_in = {file: set(opened.keys()) for file, opened in self.files.items()}
+        there = set().union(*names_in.values())
         expected = {their_name(name, self.kind): shape for name, shape in tensor_shapes(self.m, self.kind).items()}
         for what, names in (("lacks", expected.keys() - (there & self.where.keys())),
                             ("has, beyond its config.json,", there - expected.keys())):
@@ -554,6 +573,9 @@ class Directory:
                 some = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
                 raise ConfigError(f"{self.path} {what} {len(names)} tensors: {some}")
         for name, shape in expected.items():
+            if name not in names_in[self.where[name]]:
+                raise ConfigError(f"{self.path}: {name} is not in {self.where[name]}, where model.safetensors.index.json has it; copy "
+                                  "the index again")
             found = self.files[self.where[name]].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise ConfigError(f"{self.path}: {name} is {list(found.get_shape())}, its config.json says {list(shape)}")

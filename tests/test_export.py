@@ -426,6 +426,24 @@ def test_a_damaged_directory_is_not_imported(trained, tokenizer, tmp_path, monke
     assert {p.name for p in tmp_path.iterdir()} <= {"hf", "out"} and not list(tmp_path.glob("out/*"))
 
 
+def test_an_index_that_names_another_file_is_refused(exported, tmp_path):
+    shutil.copytree(exported / "glm4_moe", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    where = index["weight_map"]
+    first, last = min(where.values()), max(where.values())
+    for change, said in (({"model.embed_tokens.weight": last}, f"model.embed_tokens.weight is not in {last}, where"),
+                         ({"model.embed_tokens.weight": ""}, "hf is missing or damaged"),
+                         ({"model.embed_tokens.weight": 3}, "its weight_map does not give"), ([first], "its weight_map does not")):
+        file.write_text(json.dumps({"weight_map": where | change if isinstance(change, dict) else change}))
+        with pytest.raises(ConfigError, match=said):
+            export.Directory(tmp_path / "hf")
+    for text in ("[]", '"x"', "null", "{"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="index.json cannot be read"):
+            export.Directory(tmp_path / "hf")
+
+
 def test_what_has_no_checksum_is_said(exported, tmp_path, monkeypatch, capsys):
     shutil.copytree(exported / "qwen3_moe", tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
@@ -481,6 +499,15 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
     ("glm4_moe", {"routed_scaling_factor": 2.5}, "routed_scaling"),
     ("glm4_moe", {"use_qk_norm": False}, "use_qk_norm"), ("glm4_moe", {"n_group": 2}, "n_group"),
     ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": None}, "on 0.5 of each head"),
+    ("qwen3_moe", {"hidden_size": "32"}, "config.json: hidden_size is '32', where a whole number belongs"),
+    ("qwen3_moe", {"hidden_size": "64", "head_dim": None}, "hidden_size is '64', where"),
+    ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "--heads=0"), ("qwen3_moe", {"vocab_size": 300.5}, "vocab_size is"),
+    ("qwen3_moe", {"num_experts": True}, "num_experts is True"), ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is"),
+    ("qwen3_moe", {"rope_parameters": "plain"}, "rope_parameters is 'plain', where an object belongs"),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4', where a finite number above 0"),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan"),
+    ("glm4_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "all"}}, "partial_rotary_factor is 'all'"),
+    ("nano1t", {"router": 1}, "router is 1, where a string"), ("nano1t", {"theta": [1]}, "theta is [1], where"),
 ])
 def test_a_config_that_ours_would_compute_otherwise_is_refused(exported, run, change, said):
     config = json.loads((exported / run / "config.json").read_text()) | change
