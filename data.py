@@ -790,10 +790,15 @@ def report(args) -> None:
     """The commands `stats` and `balance`."""
     if getattr(args, "bench", False):
         return bench()
-    if getattr(args, "synthetic", False):
-        ranks, steps = args.ranks or 384, args.steps or 1057
-        rows_per_step, seq_len = args.rows_per_step or ranks, args.seq_len
-        stage_, cost_CR, info = synthetic(steps * rows_per_step * seq_len, seq_len, args.seed, args.packing)
+    synthetic_ = getattr(args, "synthetic", False)
+    ranks, steps = args.ranks or (384 if synthetic_ else 4), args.steps or (1057 if synthetic_ else 1024)
+    rows_per_step = args.rows_per_step or ranks
+    check_numbers(("ranks", ranks, 1), ("rows_per_step", rows_per_step, 1), ("steps", steps, 1), ("seed", args.seed, 0))
+    if rows_per_step % ranks:
+        raise ConfigError(f"--rows_per_step={rows_per_step} must be a multiple of --ranks={ranks}")
+    if synthetic_:
+        check_numbers(("seq_len", args.seq_len, 2))
+        stage_, cost_CR, info = synthetic(steps * rows_per_step * args.seq_len, args.seq_len, args.seed, args.packing)
         stats_report(info, cost_CR)
         return balance_report(stage_, cost_CR, rows_per_step, ranks, steps, args.seed, args.png or "balance-synthetic.png")
     if not args.dir:
@@ -803,12 +808,8 @@ def report(args) -> None:
     if args.command == "stats":
         names = [source or rows.path.name for rows, source in zip(blend_.corpora, blend_.sources)]
         stats_report({name: rows.manifest["splits"]["train"] for name, rows in zip(names, blend_.corpora)}, cost_CR)
-    ranks = args.ranks or 4
-    rows_per_step = args.rows_per_step or ranks
-    if rows_per_step % ranks:
-        raise ConfigError(f"--rows_per_step={rows_per_step} must be a multiple of --ranks={ranks}")
     picture = args.png or f"{args.dir.rstrip('/')}.png"
-    balance_report(blend_.stage(0), cost_CR, rows_per_step, ranks, args.steps or 1024, args.seed, picture)
+    balance_report(blend_.stage(0), cost_CR, rows_per_step, ranks, steps, args.seed, picture)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -884,10 +885,12 @@ def main(argv: list[str] | None = None) -> None:
     elif args.command in ("balance", "stats"):
         report(args)
     elif args.command == "blend":
+        check_numbers(("rows_per_step", args.rows_per_step, 0), ("seed", args.seed, 0))
         show_blend(args.dir, args.rows_per_step or 4, args.seed, args.balance)
     elif args.command == "show":
         show(args.dir, args.split, args.row)
     else:
+        check_numbers(("vocab", args.vocab, 0))
         print(f"{args.dir}: {verify(args.dir, args.vocab, args.tokenizer)}")
 
 
@@ -895,6 +898,7 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, ChildProcessError, OSError) as error:
-        sys.exit(f"data.py: {error}")
+        print(f"data.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit("data.py: stopped. What is finished is kept; the same command goes on from there.")

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -674,6 +675,23 @@ def test_reports(two, capsys, monkeypatch):
         assert words in told
     with pytest.raises(ConfigError, match="multiple of --ranks=3"):
         data.main(["balance", str(two[2]), "--ranks=3", "--rows_per_step=8"])
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["balance", "{dir}", "--ranks=-1"], "--ranks=-1"), (["balance", "{dir}", "--rows_per_step=-4"], "--rows_per_step=-4"),
+    (["balance", "{dir}", "--steps=-5"], "--steps=-5"), (["stats", "{dir}", "--seed=-1"], "--seed=-1"),
+    (["blend", "{dir}", "--rows_per_step=-1"], "--rows_per_step=-1"), (["blend", "{dir}", "--seed=-1"], "--seed=-1"),
+    (["balance", "--synthetic", "--ranks=3", "--rows_per_step=4"], "--rows_per_step=4 must be a multiple of --ranks=3"),
+    (["balance", "--synthetic", "--seq_len=1"], "--seq_len=1"), (["balance", "--synthetic", "--steps=-1"], "--steps=-1"),
+    (["verify", "{dir}", "--vocab=-1"], "--vocab=-1")])
+def test_bad_numbers_of_reports(two, argv, words):
+    with pytest.raises(ConfigError, match=words):
+        data.main([arg.format(dir=two[2]) for arg in argv])
+
+
+def test_wrong_input_ends_with_the_code_of_every_program(tmp_path):
+    done = subprocess.run([sys.executable, data.__file__, "show", "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("data.py: 'nowhere' is not a prepared directory"), done.stderr
 
 
 def test_synthetic_balance():
