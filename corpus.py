@@ -112,11 +112,23 @@ def check_source(data: str, tokenizer: str = "") -> None:
                 _zstd()
             elif input_kind(file) == ".parquet":
                 _parquet()
+    check_tokenizer(tokenizer)
+
+
+def check_tokenizer(tokenizer: str) -> None:
+    """Raises ConfigError where --tokenizer is given and is not a file that can be read."""
     if tokenizer:
         path = Path(tokenizer)
         if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
             raise ConfigError(f"--tokenizer={tokenizer!r} is not a readable SentencePiece .model file. "
                               f"Correct the path, or leave it empty to train one here.")
+
+
+def read_tokenizer(tokenizer: str) -> tuple[bytes, sentencepiece.SentencePieceProcessor | None]:
+    """The bytes of --tokenizer and the model; b"" and None where none is given. Raises ConfigError where it is no model."""
+    check_tokenizer(tokenizer)
+    given = Path(tokenizer).read_bytes() if tokenizer else b""
+    return given, load_model(given, f"--tokenizer={tokenizer!r}") if given else None
 
 
 def _zstd():
@@ -912,13 +924,14 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
     except OSError as error:
         raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
                           "another directory, or make it writable (data.py prepare takes --cache).") from None
-    given = Path(tokenizer).read_bytes() if tokenizer else b""
-    if given:
-        pieces = load_model(given, f"--tokenizer={tokenizer!r}").vocab_size()
-        if pieces > vocab:
-            raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "
-                              f"Use --vocab={pieces} or more.")
+    given, model = read_tokenizer(tokenizer)
+    if given and (pieces := model.vocab_size()) > vocab:
+        raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "
+                          f"Use --vocab={pieces} or more.")
     if data != "embedded" and is_shards(data):
+        if out:
+            raise ConfigError(f"--out={out!r}: --data={data!r} is token shards already, so nothing would be made there. Leave "
+                              f"out --out, or copy them.")
         describe(data, vocab, tokenizer)
         return Path(data)
     with Pool(workers or usable_cores()) as pool:
@@ -991,8 +1004,8 @@ def describe(path, vocab: int, tokenizer: str = "") -> dict:
     that it was made with. Adds "tokenizer", the path of the .model.
 
     Raises ConfigError where tokenizer, vocabulary and tokens do not belong together (by a look at the first tokens of each
-    shard; `verify` reads all)."""
-    given = Path(tokenizer).read_bytes() if tokenizer else b""
+    shard; `verify` reads all), or where `path` holds none."""
+    given, tok = read_tokenizer(tokenizer)
     if (Path(path) / "manifest.json").is_file():
         manifest, model = read_manifest(path), Path(path) / "tokenizer.model"
         if given and tokenizer_hash(given) != manifest["tokenizer_hash"]:
@@ -1001,10 +1014,13 @@ def describe(path, vocab: int, tokenizer: str = "") -> dict:
             raise ConfigError(f"--vocab={vocab} is less than the {manifest['pieces']} pieces of --data={str(path)!r}. "
                               f"Use --vocab={manifest['pieces']} or more.")
         return {**manifest, "vocab": vocab, "dtype": token_dtype(vocab).str, "tokenizer": str(model)}
+    if not is_shards(path):
+        raise ConfigError(f"{str(path)!r} holds no token shards. Give a tokens-* directory, or a data set in Megatron's format; "
+                          f"text goes through `python data.py prepare --data=...`.")
     if not given:
         raise ConfigError(f"--data={str(path)!r} is a Megatron data set, which does not say how it was tokenized. Give the "
                           f"SentencePiece .model that it was made with as --tokenizer.")
-    tok, shards = load_model(given, f"--tokenizer={tokenizer!r}"), Shards(path, "all")
+    shards = Shards(path, "all")
     if not shards.n_documents:
         raise ConfigError(f"--data={str(path)!r} holds no documents.")
     for prefix, tokens in zip(shards.prefixes, shards.bins):

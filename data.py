@@ -47,12 +47,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus import SUFFIXES, check_numbers, check_source, describe, tokenize, tokenizer_of_texts
+from corpus import SUFFIXES, check_numbers, check_source, describe, read_tokenizer, tokenize, tokenizer_of_texts
 from errors import ConfigError
-from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
-                   shuffled, split_tree)
+from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, exact_weight,
+                   integer_weights, shuffled, split_tree)
 from shards import FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, sync, token_dtype, verify_shards
-from tokenizer import KINDS, load_model, load_tokenizer
+from tokenizer import KINDS, load_tokenizer
 
 BLOCK_ROWS = 1536                # rows that are packed together
 LONG_SHARE = 64                  # documents of at least seq_len / LONG_SHARE tokens, or of LONG_TOKENS, are placed whole where
@@ -344,6 +344,11 @@ def parse_blend(data: str) -> list[tuple[str, str]]:
                           "3 books.txt\"") from None
     if len(words) < 2:
         return [("1", data)]                                 # check_data says what is wrong with it
+    try:
+        exact_weight(words[0])
+    except ConfigError as error:
+        raise ConfigError(f"--data={data!r} does not exist, and is no blend: {str(error).removeprefix('--data: ')}, before each "
+                          "source, and quote paths with spaces") from None
     if len(words) % 2:
         raise ConfigError(f"--data={data!r} does not exist, and is no blend: {len(words)} words. Write a weight before each "
                           "source, as in \"7 notes.jsonl 3 books.txt\", and quote paths with spaces.")
@@ -755,7 +760,7 @@ def verify(path: str, vocab: int = 0, tokenizer: str = "") -> str:
 
     Returns what was checked. Raises ConfigError naming the first file that is wrong."""
     if is_shards(path):
-        return verify_shards(path, load_model(Path(tokenizer).read_bytes(), repr(tokenizer)).vocab_size() if tokenizer else vocab)
+        return verify_shards(path, read_tokenizer(tokenizer)[1].vocab_size() if tokenizer else vocab)
     manifest = read_manifest(path)
     for n, (name, want) in enumerate(manifest["files"].items()):
         if file_sha256(Path(path) / name) != want["sha256"]:
