@@ -73,8 +73,18 @@ def _user_files(data: str) -> list[Path]:
     def refuse(error: OSError):  # a part that is left out silently would be another corpus
         raise ConfigError(f"--data={data!r}: {error.filename!r} cannot be read ({error.strerror}). Change its permissions.")
 
-    found = [Path(place) / name for place, _, names in os.walk(path, onerror=refuse) for name in names]
-    return sorted(p for p in found if input_kind(p) and p.is_file())
+    found, seen = [], set()
+    for place, folders, names in os.walk(path, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:        # links may lead in a circle, or twice to one directory
+            folders.clear()
+            continue
+        seen.add(real)
+        for p in (Path(place) / name for name in names):
+            if p.is_symlink() and not p.exists() and (input_kind(p) or not p.suffix):  # no suffix: a directory, perhaps
+                raise ConfigError(f"--data={data!r}: {str(p)!r} is a link to {os.readlink(p)!r}, which is not there. "
+                                  f"Restore that, or delete the link.")
+            found += [p] if input_kind(p) and p.is_file() else []
+    return sorted(found)
 
 
 def check_source(data: str, tokenizer: str = "") -> None:
@@ -102,11 +112,23 @@ def check_source(data: str, tokenizer: str = "") -> None:
                 _zstd()
             elif input_kind(file) == ".parquet":
                 _parquet()
+    check_tokenizer(tokenizer)
+
+
+def check_tokenizer(tokenizer: str) -> None:
+    """Raises ConfigError where --tokenizer is given and is not a file that can be read."""
     if tokenizer:
         path = Path(tokenizer)
         if not path.is_file() or not os.access(path, os.R_OK) or not path.stat().st_size:
             raise ConfigError(f"--tokenizer={tokenizer!r} is not a readable SentencePiece .model file. "
                               f"Correct the path, or leave it empty to train one here.")
+
+
+def read_tokenizer(tokenizer: str) -> tuple[bytes, sentencepiece.SentencePieceProcessor | None]:
+    """The bytes of --tokenizer and the model; b"" and None where none is given. Raises ConfigError where it is no model."""
+    check_tokenizer(tokenizer)
+    given = Path(tokenizer).read_bytes() if tokenizer else b""
+    return given, load_model(given, f"--tokenizer={tokenizer!r}") if given else None
 
 
 def _zstd():
@@ -886,6 +908,14 @@ def check_numbers(*settings: tuple) -> None:
                               f"{'' if name == 'seed' else ' and below 2^31'}.")
 
 
+def make_directory(cache) -> None:
+    try:
+        Path(cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
+                          "another directory, or make it writable (data.py prepare takes --cache).") from None
+
+
 def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, encoder: str = "auto", out: str = "") -> Path:
     """The token stage: the finished token set of these settings, built where it is missing; `data` itself where it names
     token shards already (see `describe`).
@@ -896,19 +926,16 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         raise ConfigError(f"--encoder={encoder!r}: choose one of {', '.join(KINDS)}.")
     check_numbers(("vocab", vocab, 1), ("workers", workers, 0))
     check_source(data, tokenizer)
+    make_directory(cache)
     cache = Path(cache)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
-                          "another directory, or make it writable (data.py prepare takes --cache).") from None
-    given = Path(tokenizer).read_bytes() if tokenizer else b""
-    if given:
-        pieces = load_model(given, f"--tokenizer={tokenizer!r}").vocab_size()
-        if pieces > vocab:
-            raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "
-                              f"Use --vocab={pieces} or more.")
+    given, model = read_tokenizer(tokenizer)
+    if given and (pieces := model.vocab_size()) > vocab:
+        raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "
+                          f"Use --vocab={pieces} or more.")
     if data != "embedded" and is_shards(data):
+        if out:
+            raise ConfigError(f"--out={out!r}: --data={data!r} is token shards already, so nothing would be made there. Leave "
+                              f"out --out, or copy them.")
         describe(data, vocab, tokenizer)
         return Path(data)
     with Pool(workers or usable_cores()) as pool:
@@ -981,8 +1008,8 @@ def describe(path, vocab: int, tokenizer: str = "") -> dict:
     that it was made with. Adds "tokenizer", the path of the .model.
 
     Raises ConfigError where tokenizer, vocabulary and tokens do not belong together (by a look at the first tokens of each
-    shard; `verify` reads all)."""
-    given = Path(tokenizer).read_bytes() if tokenizer else b""
+    shard; `verify` reads all), or where `path` holds none."""
+    given, tok = read_tokenizer(tokenizer)
     if (Path(path) / "manifest.json").is_file():
         manifest, model = read_manifest(path), Path(path) / "tokenizer.model"
         if given and tokenizer_hash(given) != manifest["tokenizer_hash"]:
@@ -991,10 +1018,13 @@ def describe(path, vocab: int, tokenizer: str = "") -> dict:
             raise ConfigError(f"--vocab={vocab} is less than the {manifest['pieces']} pieces of --data={str(path)!r}. "
                               f"Use --vocab={manifest['pieces']} or more.")
         return {**manifest, "vocab": vocab, "dtype": token_dtype(vocab).str, "tokenizer": str(model)}
+    if not is_shards(path):
+        raise ConfigError(f"{str(path)!r} holds no token shards. Give a tokens-* directory, or a data set in Megatron's format; "
+                          f"text goes through `python data.py prepare --data=...`.")
     if not given:
         raise ConfigError(f"--data={str(path)!r} is a Megatron data set, which does not say how it was tokenized. Give the "
                           f"SentencePiece .model that it was made with as --tokenizer.")
-    tok, shards = load_model(given, f"--tokenizer={tokenizer!r}"), Shards(path, "all")
+    shards = Shards(path, "all")
     if not shards.n_documents:
         raise ConfigError(f"--data={str(path)!r} holds no documents.")
     for prefix, tokens in zip(shards.prefixes, shards.bins):

@@ -47,12 +47,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus import SUFFIXES, check_numbers, check_source, describe, tokenize, tokenizer_of_texts
+from corpus import SUFFIXES, check_numbers, check_source, describe, make_directory, read_tokenizer, tokenize, tokenizer_of_texts
 from errors import ConfigError
-from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, integer_weights,
-                   shuffled, split_tree)
+from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, exact_weight,
+                   integer_weights, shuffled, split_tree)
 from shards import FORMAT, SPLITS, Shards, digest, file_sha256, is_shards, read_manifest, stage, sync, token_dtype, verify_shards
-from tokenizer import KINDS, load_model, load_tokenizer
+from tokenizer import KINDS, load_tokenizer
 
 BLOCK_ROWS = 1536                # rows that are packed together
 LONG_SHARE = 64                  # documents of at least seq_len / LONG_SHARE tokens, or of LONG_TOKENS, are placed whole where
@@ -324,14 +324,6 @@ def pack_tokens(cache: Path, tokens, tokenizer: str, seq_len: int, vocab: int, s
 # From --data to rows
 # ---------------------------------------------------------------------------------------------------------------------
 
-def make_directory(cache: str) -> None:
-    try:
-        Path(cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{cache!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
-                          "another directory, or make it writable (data.py prepare takes --cache).") from None
-
-
 def parse_blend(data: str) -> list[tuple[str, str]]:
     """[(weight, source), ...] of --data: one source, or weights and sources in turn, quoted as in a shell. What exists as a
     whole is one source. Raises ConfigError where it cannot be read so, or where a source comes twice."""
@@ -344,6 +336,11 @@ def parse_blend(data: str) -> list[tuple[str, str]]:
                           "3 books.txt\"") from None
     if len(words) < 2:
         return [("1", data)]                                 # check_data says what is wrong with it
+    try:
+        exact_weight(words[0])
+    except ConfigError as error:
+        raise ConfigError(f"--data={data!r} does not exist, and is no blend: {str(error).removeprefix('--data: ')}, before each "
+                          "source, and quote paths with spaces") from None
     if len(words) % 2:
         raise ConfigError(f"--data={data!r} does not exist, and is no blend: {len(words)} words. Write a weight before each "
                           "source, as in \"7 notes.jsonl 3 books.txt\", and quote paths with spaces.")
@@ -755,7 +752,7 @@ def verify(path: str, vocab: int = 0, tokenizer: str = "") -> str:
 
     Returns what was checked. Raises ConfigError naming the first file that is wrong."""
     if is_shards(path):
-        return verify_shards(path, load_model(Path(tokenizer).read_bytes(), repr(tokenizer)).vocab_size() if tokenizer else vocab)
+        return verify_shards(path, read_tokenizer(tokenizer)[1].vocab_size() if tokenizer else vocab)
     manifest = read_manifest(path)
     for n, (name, want) in enumerate(manifest["files"].items()):
         if file_sha256(Path(path) / name) != want["sha256"]:
@@ -790,10 +787,15 @@ def report(args) -> None:
     """The commands `stats` and `balance`."""
     if getattr(args, "bench", False):
         return bench()
-    if getattr(args, "synthetic", False):
-        ranks, steps = args.ranks or 384, args.steps or 1057
-        rows_per_step, seq_len = args.rows_per_step or ranks, args.seq_len
-        stage_, cost_CR, info = synthetic(steps * rows_per_step * seq_len, seq_len, args.seed, args.packing)
+    synthetic_ = getattr(args, "synthetic", False)
+    ranks, steps = args.ranks or (384 if synthetic_ else 4), args.steps or (1057 if synthetic_ else 1024)
+    rows_per_step = args.rows_per_step or ranks
+    check_numbers(("ranks", ranks, 1), ("rows_per_step", rows_per_step, 1), ("steps", steps, 1), ("seed", args.seed, 0))
+    if rows_per_step % ranks:
+        raise ConfigError(f"--rows_per_step={rows_per_step} must be a multiple of --ranks={ranks}")
+    if synthetic_:
+        check_numbers(("seq_len", args.seq_len, 2))
+        stage_, cost_CR, info = synthetic(steps * rows_per_step * args.seq_len, args.seq_len, args.seed, args.packing)
         stats_report(info, cost_CR)
         return balance_report(stage_, cost_CR, rows_per_step, ranks, steps, args.seed, args.png or "balance-synthetic.png")
     if not args.dir:
@@ -803,12 +805,8 @@ def report(args) -> None:
     if args.command == "stats":
         names = [source or rows.path.name for rows, source in zip(blend_.corpora, blend_.sources)]
         stats_report({name: rows.manifest["splits"]["train"] for name, rows in zip(names, blend_.corpora)}, cost_CR)
-    ranks = args.ranks or 4
-    rows_per_step = args.rows_per_step or ranks
-    if rows_per_step % ranks:
-        raise ConfigError(f"--rows_per_step={rows_per_step} must be a multiple of --ranks={ranks}")
     picture = args.png or f"{args.dir.rstrip('/')}.png"
-    balance_report(blend_.stage(0), cost_CR, rows_per_step, ranks, args.steps or 1024, args.seed, picture)
+    balance_report(blend_.stage(0), cost_CR, rows_per_step, ranks, steps, args.seed, picture)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -884,10 +882,12 @@ def main(argv: list[str] | None = None) -> None:
     elif args.command in ("balance", "stats"):
         report(args)
     elif args.command == "blend":
+        check_numbers(("rows_per_step", args.rows_per_step, 0), ("seed", args.seed, 0))
         show_blend(args.dir, args.rows_per_step or 4, args.seed, args.balance)
     elif args.command == "show":
         show(args.dir, args.split, args.row)
     else:
+        check_numbers(("vocab", args.vocab, 0))
         print(f"{args.dir}: {verify(args.dir, args.vocab, args.tokenizer)}")
 
 
@@ -895,6 +895,7 @@ if __name__ == "__main__":
     try:
         main()
     except (ConfigError, ChildProcessError, OSError) as error:
-        sys.exit(f"data.py: {error}")
+        print(f"data.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit("data.py: stopped. What is finished is kept; the same command goes on from there.")

@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -45,7 +46,7 @@ import optim
 import train
 from model import SIZES, ConfigError, Model, model_of, param_shapes
 from parallel import OWNERSHIP, make_buckets, make_grid, pieces
-from shards import file_sha256
+from shards import file_sha256, write_synced
 from tokenizer import BPE, BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, load_model, model_settings, wire
 
 
@@ -192,7 +193,7 @@ def config_of(m: Model, kind: str, eos: int, dtype: str) -> dict:
 def model_of_config(config: dict, where: Path) -> tuple[str, Model]:
     """(architecture, model) of a config.json. Raises ConfigError where ours would compute something else."""
     kind = config.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ConfigError(f"{where}: model_type is {kind!r}; {', '.join(CLASSES)} can be imported")
     for key, value, may_be_absent in REQUIRED[kind]:
         found = config.get(key, value if may_be_absent else None)
@@ -202,20 +203,32 @@ def model_of_config(config: dict, where: Path) -> tuple[str, Model]:
     for name, key in CONFIG_NAMES[kind].items():
         fields[name] = config.get(key, config.get(ALIASES.get(key)))
         if name == "head_dim" and fields[name] is None:
-            fields[name] = config["hidden_size"] // config["num_attention_heads"]
+            fields[name] = fields["width"] // max(fields["heads"], 1)
         if fields[name] is None:
             raise ConfigError(f"{where}: has no {key}; give a directory that was written whole")
+        check_type(fields[name], Model.__annotations__[name], key, where)
     if kind != "nano1t":
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        check_type(rope, dict, "rope_parameters", where)
         fields["rope_theta"] = rope.get("rope_theta", config.get("rope_theta"))
         part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5 if kind == "glm4_moe" else 1.0))
+        check_type(part, float, "partial_rotary_factor", where)
         if fields["rope_theta"] is None or rope.get("rope_type", rope.get("type", "default")) != "default" or part != 1.0:
             raise ConfigError(f"{where}: RoPE is {rope or 'not given'}, on {part:g} of each head; only plain RoPE on whole heads "
                               "can be imported")
+        check_type(fields["rope_theta"], float, "rope_theta", where)
     try:
         return kind, model_of("debug", **fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+
+
+def check_type(value, kind: type, key: str, where: Path):
+    """Raises ConfigError where a value of a config.json is of another type; a whole number may stand for a float."""
+    said = {int: "a whole number", float: "a finite number above 0", str: "a string", dict: "an object"}[kind]
+    fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if not fits or kind is float and not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {key} is {value!r}, where {said} belongs; correct it, or copy the directory again")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -393,17 +406,11 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
         if kind == "nano1t":
             files[OWN_CODE.name] = OWN_CODE.read_text()
         for name, content in files.items():
-            write_synced(tmp / name, content)
+            write_synced(tmp / name, content.encode() if isinstance(content, str) else content)
             sums[name] = file_sha256(tmp / name)
-        write_synced(tmp / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()))  # for sha256sum -c
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+        write_synced(tmp / "SHA256SUMS", lines.encode())  # for sha256sum -c
     return kind
-
-
-def write_synced(path: Path, content: str | bytes):
-    with open(path, "wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def run_tokenizer(manifest: dict, moved_data: str, moved_tokenizer: str, path: Path) -> bytes:
@@ -523,7 +530,10 @@ class Directory:
         self.path = path
         self.kind, self.m = model_of_config(self.read_json(path / "config.json"), path / "config.json")
         if (path / "model.safetensors.index.json").is_file():
-            self.where = self.read_json(path / "model.safetensors.index.json").get("weight_map", {})
+            index = path / "model.safetensors.index.json"
+            self.where = self.read_json(index).get("weight_map", {})
+            if not isinstance(self.where, dict) or not all(isinstance(file, str) for file in self.where.values()):
+                raise ConfigError(f"{index}: its weight_map does not give each tensor the name of a file; copy it again")
         else:
             self.where = dict.fromkeys(self.open("model.safetensors").keys(), "model.safetensors")
         self.files = {name: self.open(name) for name in sorted(set(self.where.values()))}
@@ -531,7 +541,10 @@ class Directory:
 
     def read_json(self, file: Path) -> dict:
         try:
-            return json.loads(file.read_text())
+            found = json.loads(file.read_text())
+            if not isinstance(found, dict):
+                raise ValueError("it holds no object")
+            return found
         except FileNotFoundError:
             raise ConfigError(f"--source={self.path}: has no {file.name}; give a directory with config.json and .safetensors "
                               "files") from None
@@ -545,7 +558,8 @@ class Directory:
             raise ConfigError(f"{self.path / name} is missing or damaged: {error}") from None
 
     def check_tensors(self):
-        there = {name for file in self.files.values() for name in file.keys()}
+        names_in = {file: set(opened.keys()) for file, opened in self.files.items()}
+        there = set().union(*names_in.values())
         expected = {their_name(name, self.kind): shape for name, shape in tensor_shapes(self.m, self.kind).items()}
         for what, names in (("lacks", expected.keys() - (there & self.where.keys())),
                             ("has, beyond its config.json,", there - expected.keys())):
@@ -553,18 +567,21 @@ class Directory:
                 some = ", ".join(sorted(names)[:3]) + (" ..." if len(names) > 3 else "")
                 raise ConfigError(f"{self.path} {what} {len(names)} tensors: {some}")
         for name, shape in expected.items():
+            if name not in names_in[self.where[name]]:
+                raise ConfigError(f"{self.path}: {name} is not in {self.where[name]}, where model.safetensors.index.json has it; "
+                                  "copy the index again")
             found = self.files[self.where[name]].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise ConfigError(f"{self.path}: {name} is {list(found.get_shape())}, its config.json says {list(shape)}")
             if found.get_dtype() not in ("F32", "BF16", "F16"):
                 raise ConfigError(f"{self.path}: {name} is {found.get_dtype()}; only F32, BF16 and F16 are read, convert it")
 
-    def verify(self) -> bool:
-        """Compares every file with SHA256SUMS; False where there is none. Raises ConfigError for a damaged file."""
-        sums = self.path / "SHA256SUMS"
-        if not sums.is_file():
-            return False
-        listed = dict(reversed(line.split("  ", 1)) for line in sums.read_text().splitlines())
+    def verify(self) -> str:
+        """Compares every file that SHA256SUMS lists; returns what is unchecked of the files that are read here, "" where nothing
+        is. Raises ConfigError for a damaged file."""
+        if not (self.path / "SHA256SUMS").is_file():
+            return "no SHA256SUMS, so its bytes were not checked"
+        listed = self.read_sums(self.path / "SHA256SUMS")
         sizes = {name: (self.path / name).stat().st_size if (self.path / name).is_file() else 0 for name in listed}
         progress = Progress("checking", sum(sizes.values()))
         for name, digest in listed.items():
@@ -572,7 +589,23 @@ class Directory:
                 raise ConfigError(f"{self.path / name} is missing or damaged (its checksum is not the one in SHA256SUMS); copy "
                                   "it again")
             progress.add(sizes[name])
-        return True
+        others = [name for name in ("model.safetensors.index.json", "tokenizer.model") if (self.path / name).is_file()]
+        unlisted = sorted({"config.json", *others, *(Path(name).name for name in self.files)} - listed.keys())
+        return f"SHA256SUMS does not list {', '.join(unlisted)}, so their bytes were not checked" if unlisted else ""
+
+    def read_sums(self, file: Path) -> dict[str, str]:
+        """Digest by file name. Raises ConfigError for a line that is not as sha256sum writes it."""
+        found = {}
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        for number, line in enumerate(lines, 1):
+            if not (parts := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)):  # *: sha256sum --binary
+                raise ConfigError(f"{file}: line {number} is not a checksum, two spaces and a file name; delete the line, or "
+                                  "write the file anew with sha256sum")
+            found[os.path.normpath(parts[2])] = parts[1].lower()
+        return found
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Values start..stop of a parameter of ours, flattened: fp32. Reads the rows that hold them."""
@@ -657,8 +690,8 @@ def zeros(count: int) -> Iterator[Tensor]:
 def flags_of(m: Model) -> list[str]:
     """The settings of train.py that make this model, from the size that needs the fewest."""
     def changed(size: str) -> list[str]:
-        return [f"--{name}={getattr(m, name):g}" if name == "rope_theta" else f"--{name}={getattr(m, name)}"
-                for name in train.MODEL_FIELDS if getattr(m, name) != getattr(SIZES[size], name)]
+        return [f"--{name}={getattr(m, name)}" for name in train.MODEL_FIELDS
+                if getattr(m, name) != getattr(SIZES[size], name)]
 
     size = min(SIZES, key=lambda size: len(changed(size)))
     return [f"--size={size}", *changed(size)]
@@ -668,19 +701,19 @@ def import_(argv: list[str]) -> int:
     s = train.parse(argv, ImportSettings)
     if not s.source or not s.run or s.run != Path(s.run).name or s.run.startswith("."):
         raise ConfigError(f"--source={s.source} --run={s.run}: give the directory to read, and a plain name for out/<run>")
-    if s.optimizer not in ("muon", "adamw"):
-        raise ConfigError(f"--optimizer={s.optimizer}: unknown; use muon or adamw")
+    if s.optimizer not in optim.OPTIMIZERS:
+        raise ConfigError(f"--optimizer={s.optimizer}: unknown; use one of {', '.join(optim.OPTIMIZERS)}")
     source, final = Directory(Path(s.source)), Path("out") / s.run
     if final.exists():
         raise ConfigError(f"--run={s.run}: {final} exists; use another name")
     if s.seq_len:
         source.m = dataclasses.replace(source.m, seq_len=s.seq_len)
-    checked = source.verify()
+    unchecked = source.verify()
     import_directory(source, final, s.optimizer, f"--run={s.run}")
     has_tokenizer = (final / "tokenizer.model").is_file()
     flags = [f"--run={s.run}", f"--optimizer={s.optimizer}", *flags_of(source.m)]
     flags += [f"--tokenizer={final / 'tokenizer.model'}"] if has_tokenizer else ["--tokenizer=..."]
-    print(f"{s.source} ({CLASSES[source.kind]}{'' if checked else '; no SHA256SUMS, so its bytes were not checked'}) -> {final}\n"
+    print(f"{s.source} ({CLASSES[source.kind]}{unchecked and f'; {unchecked}'}) -> {final}\n"
           + ("" if has_tokenizer else "it has no tokenizer.model: give the SentencePiece model that it was trained with\n")
           + f"go on with: python train.py {shlex.join(flags)} --data=...")
     return launch.EXIT_OK
@@ -691,16 +724,27 @@ def check(argv: list[str]) -> int:
     if not s.source:
         raise ConfigError("--source=: give the directory to check")
     source = Directory(Path(s.source))
-    checked = "every file has its checksum" if source.verify() else "no SHA256SUMS, so the bytes were not checked"
+    checked = source.verify() or "every file has its checksum"
     print(f"{s.source}: {CLASSES[source.kind]}, {len(source.where):,} tensors in {len(source.files)} files as config.json says; "
           f"{checked}")
     return launch.EXIT_OK
 
 
+def show_help(doc: str, settings: dict[str, type], argv: list[str]) -> int:
+    """Prints a program's docstring and the settings, with defaults, of the command in argv, or of all commands."""
+    print(doc)
+    for command in argv[:1] if argv[0] in settings else settings:
+        print(f"{command}:\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(settings[command])))
+    return launch.EXIT_OK
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"export": export, "import": import_, "check": check}
+SETTINGS = {"export": ExportSettings, "import": ImportSettings, "check": CheckSettings}
 
 
 def main(argv: list[str]) -> int:
+    if "--help" in argv:
+        return show_help(__doc__, SETTINGS, argv)
     if not argv or argv[0] not in COMMANDS:
         given = repr(argv[0]) if argv else "no command"
         raise ConfigError(f"{given}: write `export.py export`, `import` or `check`, then settings as --name=value")

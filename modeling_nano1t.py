@@ -189,7 +189,9 @@ class Nano1tForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm_head = value
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-                labels=None, use_cache=None, logits_to_keep=0, cache=None, return_dict=None, **_):
+                labels=None, use_cache=None, logits_to_keep=0, cache=None, return_dict=None, num_items_in_batch=None, **_):
+        """num_items_in_batch: targets of all passes that one update sums over, as transformers' Trainer gives it; the loss is
+        then this pass's share of their mean."""
         x_BTD = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cache = past_key_values if cache is None else cache
         if cache is None and (self.config.use_cache if use_cache is None else use_cache):
@@ -204,7 +206,9 @@ class Nano1tForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(self.model.norm(x_BTD[:, keep]))
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
+            losses = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="none")
+            count = (labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = losses.sum() / torch.as_tensor(count, device=losses.device)
         out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
         return out if return_dict is not False else out.to_tuple()
 

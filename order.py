@@ -24,6 +24,7 @@ from errors import ConfigError
 
 BLOCK_STEPS = 128  # steps whose rows are sorted together, a power of two
 RESOLUTION = 1 << 30  # weights that are not small whole numbers, nor ratios of such, are multiples of 1 / RESOLUTION
+MAX_EXPONENT = 400  # of a weight; every float has a smaller one, and each more is a digit to compute with
 BALANCE = ("auto", "sorted", "buckets", "none")
 SORTED_FROM = 4096  # seq_len from which on auto sorts: below, attention is a small part of a row's work, and rows that are alike
 # in a step cost more in learning than they save (debug size, 4 rows of 512 tokens: held-out loss +0.06 at step 100)
@@ -38,6 +39,18 @@ LINEAR_TOKENS = 2048
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def exact_weight(weight) -> Fraction:
+    """Of a number or its text. Raises ConfigError where it is no finite number, or far from what a weight can be."""
+    text = str(weight)
+    try:
+        _, _, exponent = text.lower().partition("e")
+        if exponent and abs(int(exponent)) > MAX_EXPONENT:
+            raise ConfigError(f"--data: weight {weight} has an exponent beyond {MAX_EXPONENT}; write e.g. 0.7 or 3")
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError(f"--data: weight {weight} is not a finite number; write e.g. 0.7 or 3") from None
+
+
 def integer_weights(weights: list) -> list[int]:
     """Whole numbers in proportion to the weights, which are numbers or their text and need not sum to 1.
 
@@ -46,10 +59,7 @@ def integer_weights(weights: list) -> list[int]:
     above 0."""
     exact = []
     for weight in weights:
-        try:
-            exact.append(Fraction(str(weight)))
-        except (ValueError, ZeroDivisionError):
-            raise ConfigError(f"--data: weight {weight} is not a finite number; write e.g. 0.7 or 3") from None
+        exact.append(exact_weight(weight))
         if exact[-1] < 0:
             raise ConfigError(f"--data: weight {weight} is negative; leave the corpus out, or give it 0")
     if not sum(exact):
@@ -122,6 +132,9 @@ def counts(n: int, tree: Node) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's: 2^64 over the golden ratio
+
+
 def mix(x: np.ndarray) -> np.ndarray:
     """u64 [...] -> u64 [...]: a bijection, every input bit reaches every output bit (splitmix64's finalizer)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -129,11 +142,16 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def splitmix(x: np.ndarray) -> np.ndarray:
+    """u64 [...] -> u64 [...]: splitmix64 with its increment, so that 0 is mixed, too."""
+    return mix(x + INCREMENT)
+
+
 def hashed(*numbers: int) -> np.ndarray:
     """u64 [1]: a random-looking function of whole numbers and of their order."""
     h = np.zeros(1, np.uint64)
     for number in numbers:
-        h = mix((h + np.uint64(0x9E3779B97F4A7C15)) ^ np.array([number % 2**64], np.uint64))
+        h = mix((h + INCREMENT) ^ np.array([number % 2**64], np.uint64))
     return h
 
 

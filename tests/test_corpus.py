@@ -508,9 +508,10 @@ def test_odd_text_is_handled_and_counted(tmp_path):
 # ---- runs that end early --------------------------------------------------------------------------------------------
 
 def stamps(folder: Path) -> set:
-    """(inode, time) of every shard below a folder: a part that is made again gets others."""
-    return {(s.st_ino, s.st_mtime_ns) for p in folder.rglob("*.bin") for s in [p.stat()] if ".vm" not in p.name and
-            p.name.count(".") in (1, 3)}
+    """(inode, time) of every finished shard below a folder: a part that is made again gets others. Of a run that was killed, those
+    of parts that have their note, which is written last."""
+    return {(s.st_ino, s.st_mtime_ns) for p in folder.rglob("*.bin") for s in [p.stat()]
+            if p.name.count(".") == 1 or p.with_name(p.name.rsplit(".", 2)[0] + ".json").is_file()}
 
 
 def fails_after(monkeypatch, n: int) -> None:
@@ -773,6 +774,30 @@ def test_check_source(sources):
             corpus.check_source(str(sources / bad))
     with pytest.raises(ConfigError, match="--tokenizer=.*nowhere"):
         corpus.check_source("embedded", str(sources / "nowhere"))
+
+
+def test_links_in_a_directory_are_followed(tmp_path):
+    texts, other = tmp_path / "texts", tmp_path / "other"
+    for folder, name in ((texts / "inside", "a.txt"), (other / "deep", "b.txt")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("text")
+    (texts / "linked").symlink_to(other)                     # a directory elsewhere,
+    (texts / "again").symlink_to("inside")                   # one that is read anyway,
+    (other / "deep" / "up").symlink_to("..")                 # a circle,
+    (texts / "self").symlink_to("self")                      # and what leads nowhere at all
+    (texts / "file.txt").symlink_to(other / "deep" / "b.txt")
+    with pytest.raises(ConfigError, match="texts/self' is a link to 'self', which is not there"):
+        corpus.check_source(str(texts))
+    (texts / "self").unlink()
+    found = [path.relative_to(texts) for path in corpus._user_files(str(texts))]
+    assert sorted(path.name for path in found) == ["a.txt", "b.txt", "file.txt"] and Path("linked/deep/b.txt") in found
+    for name, gone in (("c.jsonl.gz", True), ("folder", True), ("readme.md", False)):
+        (texts / name).symlink_to(tmp_path / "gone")
+        if gone:
+            with pytest.raises(ConfigError, match=f"{name}' is a link to .*gone', which is not there"):
+                corpus.check_source(str(texts))
+            (texts / name).unlink()
+    corpus.check_source(str(texts))
 
 
 # ---- the corpus that comes with Python ------------------------------------------------------------------------------

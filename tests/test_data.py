@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -507,7 +508,10 @@ def test_token_sets_in_a_blend(two, small, tmp_path):
 @pytest.mark.parametrize("spec, words", [
     ("7 {a} 3 {a}", "comes twice"), ("7 {a} 3 ./{a}", "comes twice"), ("-1 {a} 2 {b}", "weight -1 is negative"),
     ("nan {a} 2 {b}", "weight nan"), ("0 {a} 0 {b}", "all 0"), ("7 {a} 3 nowhere.txt", "--data='nowhere.txt' does not exist"),
-    ("{a} 7 {b} 3", "weight .*a.jsonl is not"), ("7 {a} 3", "3 words"), ("7 'x 3 {b}", "quot"),
+    ("{a} 7 {b} 3", "weight .*a.jsonl is not"), ("1e99999999 {a} 1 {b}", "an exponent beyond"),
+    ("my nots.jsonl", "--data='my nots.jsonl' does not exist, and is no blend: weight my is not a finite number"),
+    ("all my nots.jsonl", "'all my nots.jsonl' does not exist, and is no blend: weight all is not"),
+    ("7 {a} 3", "3 words"), ("7 'x 3 {b}", "quot"),
     ("7 {a} 3 {c}", "hold the same text"),
     ("nowhere.txt", "--data='nowhere.txt' does not exist")])
 def test_bad_blends(tmp_path, monkeypatch, spec, words):
@@ -674,6 +678,38 @@ def test_reports(two, capsys, monkeypatch):
         assert words in told
     with pytest.raises(ConfigError, match="multiple of --ranks=3"):
         data.main(["balance", str(two[2]), "--ranks=3", "--rows_per_step=8"])
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["pack", "{text}"], "docs.jsonl' holds no token shards"), (["pack", "gone"], "'gone' holds no token shards"),
+    (["pack", "{cache}"], "holds no token shards"), (["pack", "{rows}"], "is a rows directory"),
+    (["pack", "{tokens}", "--tokenizer=gone"], "--tokenizer='gone' is not a readable"),
+    (["pack", "{tokens}", "--tokenizer={text}"], "--tokenizer=.*docs.jsonl' is not a SentencePiece model"),
+    (["verify", "{tokens}", "--tokenizer={text}"], "--tokenizer=.*docs.jsonl' is not a SentencePiece model"),
+    (["verify", "{tokens}", "--tokenizer=gone"], "--tokenizer='gone' is not a readable"),
+    (["tokenize", "--data={tokens}", "--out=sets/x"], "--out='sets/x': .* is token shards already")])
+def test_sources_that_a_command_cannot_use(small, tmp_path, monkeypatch, argv, words):
+    source, cache, rows = small
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        data.main([arg.format(text=source, cache=cache, rows=rows, tokens=stage(cache, "tokens")) for arg in argv])
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["balance", "{dir}", "--ranks=-1"], "--ranks=-1"), (["balance", "{dir}", "--rows_per_step=-4"], "--rows_per_step=-4"),
+    (["balance", "{dir}", "--steps=-5"], "--steps=-5"), (["stats", "{dir}", "--seed=-1"], "--seed=-1"),
+    (["blend", "{dir}", "--rows_per_step=-1"], "--rows_per_step=-1"), (["blend", "{dir}", "--seed=-1"], "--seed=-1"),
+    (["balance", "--synthetic", "--ranks=3", "--rows_per_step=4"], "--rows_per_step=4 must be a multiple of --ranks=3"),
+    (["balance", "--synthetic", "--seq_len=1"], "--seq_len=1"), (["balance", "--synthetic", "--steps=-1"], "--steps=-1"),
+    (["verify", "{dir}", "--vocab=-1"], "--vocab=-1")])
+def test_bad_numbers_of_reports(two, argv, words):
+    with pytest.raises(ConfigError, match=words):
+        data.main([arg.format(dir=two[2]) for arg in argv])
+
+
+def test_wrong_input_ends_with_the_code_of_every_program(tmp_path):
+    done = subprocess.run([sys.executable, data.__file__, "show", "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("data.py: 'nowhere' is not a prepared directory"), done.stderr
 
 
 def test_synthetic_balance():

@@ -7,6 +7,8 @@ import math
 import random
 import re
 import resource
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -276,7 +278,7 @@ def test_import_of_an_export_is_the_same_bit_for_bit(trained, exported, tokenize
 
 def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "RANK_FILE_BYTES", 4e5)
-    for optimizer in ("muon", "adamw"):
+    for optimizer in optim.OPTIMIZERS:
         export.import_directory(export.Directory(exported / "glm4_moe"), tmp_path / optimizer, optimizer, "--run")
         path = tmp_path / optimizer / "ckpt/step-00000000"
         m, source = Model(**checkpoint.read_manifest(path)["model"]), export.Masters(path)
@@ -294,6 +296,20 @@ def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monke
                     assert torch.equal(state.master[name].view(-1)[there], source.read(p.name)[p.start : p.stop])
                     assert not any(moment.view(-1)[there].any() for moment in state.moments[name].values())
             assert torch.equal(state.bias_LX, source.bias_LX)
+
+
+def test_an_import_names_the_settings_that_make_its_model(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exported / "qwen3_moe", "hf")
+    config = json.loads(Path("hf/config.json").read_text())
+    for number, (optimizer, theta) in enumerate((("mano", 1234567.125), ("sophiag", 5000000))):
+        config["rope_parameters"]["rope_theta"] = theta
+        Path("hf/config.json").write_text(json.dumps(config))
+        Path("hf/SHA256SUMS").unlink(missing_ok=True)
+        assert export.main(["import", "--source=hf", f"--run={number}", f"--optimizer={optimizer}"]) == 0
+        argv = shlex.split(capsys.readouterr().out.split("train.py ")[1])
+        hp, m = train.resolve(train.parse(argv[:-1]), launch.Place(0, 1, 0, 1, CPU, "gloo"))
+        assert hp.optimizer == optimizer and m.rope_theta == theta and m == export.Directory(Path("hf")).m
 
 
 def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, capsys):
@@ -381,7 +397,7 @@ def test_what_cannot_be_written_leaves_nothing(trained, tokenizer, tmp_path, mon
     (out.parent / ".hf.tmp" / "model.safetensors").write_text("half")
     export.export_checkpoint(path, out, tokenizer)
     refused("hf exists; remove it")
-    assert export.Directory(out).verify()
+    assert export.Directory(out).verify() == ""
 
 
 def damage(source: Path, how: str):
@@ -425,6 +441,46 @@ def test_a_damaged_directory_is_not_imported(trained, tokenizer, tmp_path, monke
     assert {p.name for p in tmp_path.iterdir()} <= {"hf", "out"} and not list(tmp_path.glob("out/*"))
 
 
+def test_an_index_that_names_another_file_is_refused(exported, tmp_path):
+    shutil.copytree(exported / "glm4_moe", tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    where = index["weight_map"]
+    first, last = min(where.values()), max(where.values())
+    for change, said in (({"model.embed_tokens.weight": last}, f"model.embed_tokens.weight is not in {last}, where"),
+                         ({"model.embed_tokens.weight": ""}, "hf is missing or damaged"),
+                         ({"model.embed_tokens.weight": 3}, "its weight_map does not give"),
+                         ([first], "its weight_map does not give")):
+        file.write_text(json.dumps({"weight_map": where | change if isinstance(change, dict) else change}))
+        with pytest.raises(ConfigError, match=said):
+            export.Directory(tmp_path / "hf")
+    for text in ("[]", '"x"', "null", "{"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="index.json cannot be read"):
+            export.Directory(tmp_path / "hf")
+
+
+def test_what_has_no_checksum_is_said(exported, tmp_path, monkeypatch, capsys):
+    shutil.copytree(exported / "qwen3_moe", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    sums = tmp_path / "hf" / "SHA256SUMS"
+    lines, source = sums.read_text().splitlines(), export.Directory(Path("hf"))
+    for gone in ("model-00002-of-[0-9]*.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.model"):
+        sums.write_text("\n".join(line for line in lines if not re.search(f"  {gone}$", line)))
+        assert re.fullmatch(f"SHA256SUMS does not list {gone}, so their bytes were not checked", source.verify())
+    assert export.main(["check", "--source=hf"]) == 0 and "does not list tokenizer.model" in capsys.readouterr().out
+    assert export.main(["import", "--source=hf", "--run=x"]) == 0 and "does not list tokenizer.model" in capsys.readouterr().out
+    sums.write_text("\n".join(line[:64].upper() + " *./" + line[66:] for line in lines))  # sha256sum --binary ./*
+    assert source.verify() == ""
+    for line in ("# from the hub", "", lines[0][:63] + "  config.json", lines[0][:64] + " config.json", lines[0][:64]):
+        sums.write_text("\n".join([lines[0], line, *lines[1:]]))
+        with pytest.raises(ConfigError, match="hf/SHA256SUMS: line 2 is not a checksum"):
+            source.verify()
+    sums.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="hf/SHA256SUMS cannot be read"):
+        source.verify()
+
+
 def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
     _, _, grid, state = whole(biased(trained, "qwen3_moe"))
     manifest = checkpoint.read_manifest(biased(trained, "qwen3_moe"))
@@ -459,6 +515,16 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
     ("glm4_moe", {"routed_scaling_factor": 2.5}, "routed_scaling"),
     ("glm4_moe", {"use_qk_norm": False}, "use_qk_norm"), ("glm4_moe", {"n_group": 2}, "n_group"),
     ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": None}, "on 0.5 of each head"),
+    ("qwen3_moe", {"hidden_size": "32"}, "config.json: hidden_size is '32', where a whole number belongs"),
+    ("qwen3_moe", {"hidden_size": "64", "head_dim": None}, "hidden_size is '64', where"),
+    ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "--heads=0"),
+    ("qwen3_moe", {"vocab_size": 300.5}, "vocab_size is 300.5"),
+    ("qwen3_moe", {"num_experts": True}, "num_experts is True"), ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is"),
+    ("qwen3_moe", {"rope_parameters": "plain"}, "rope_parameters is 'plain', where an object belongs"),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4', where a finite number above 0"),
+    ("qwen3_moe", {"rope_parameters": {"rope_theta": math.nan}}, "rope_theta is nan"),
+    ("glm4_moe", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "all"}}, "partial_rotary_factor is 'all'"),
+    ("nano1t", {"router": 1}, "router is 1, where a string"), ("nano1t", {"theta": [1]}, "theta is [1], where"),
 ])
 def test_a_config_that_ours_would_compute_otherwise_is_refused(exported, run, change, said):
     config = json.loads((exported / run / "config.json").read_text()) | change
@@ -475,6 +541,18 @@ def test_a_config_with_the_keys_of_newer_and_older_writers_is_read(exported):
     del newer["num_experts"]
     older = {k: v for k, v in config.items() if k not in ("rope_parameters", "head_dim", "dtype")} | {"rope_scaling": None}
     assert export.model_of_config(newer, Path("c"))[1] == export.model_of_config(older, Path("c"))[1] == want
+
+
+def test_help_names_every_setting(capsys):
+    for main, doc, argv, shown, hidden in (
+            (export.main, export.__doc__, ["--help"], ["--shard_gb=5.0", "--optimizer=muon", "check:\n  --source="], []),
+            (checkpoint.main, export.__doc__, ["export", "--help"], ["--architecture=auto", "--dtype=bfloat16"], ["--optimiz"]),
+            (export.main, export.__doc__, ["import", "--run=x", "--help"], ["--optimizer=muon"], ["--shard_gb=5.0"]),
+            (ev.main, ev.__doc__, ["--help"], ["--fit_tokens=33554432", "--top_p=0.95", "--choices=4", "--out="], []),
+            (ev.main, ev.__doc__, ["sample", "--help"], ["--top_p=0.95", "--run=debug"], ["--choices=4"])):
+        assert main(argv) == 0
+        out = capsys.readouterr().out.split(doc)[1]
+        assert all(text in out for text in shown) and not any(text in out for text in hidden)
 
 
 @pytest.mark.parametrize("argv, said", [
@@ -637,7 +715,7 @@ def test_transformers_computes_the_same(transformers, trained, exported, tokeniz
         assert torch.equal(again.read(name, 0, math.prod(shape)), first.read(name, 0, math.prod(shape)))
 
 
-def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, tokenizer):
+def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, exported, tokenizer):
     if not (trained / "bf16" / "nano1t").exists():
         export.export_checkpoint(biased(trained, "nano1t"), trained / "bf16" / "nano1t", tokenizer)
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "bf16" / "nano1t", trust_remote_code=True, dtype="auto")
@@ -655,6 +733,26 @@ def test_our_code_keeps_what_decides_in_fp32_and_trains(transformers, trained, t
     drawn = wide.generate(ids[:, :5], max_new_tokens=8, do_sample=True, num_return_sequences=2, pad_token_id=1)
     beams = wide.generate(ids[:, :5], max_new_tokens=8, num_beams=3, pad_token_id=1)
     assert drawn.shape[0] == 2 and beams.shape[1] > 5
+
+
+def test_the_trainer_of_transformers_accumulates_to_the_same_update(transformers, exported, tmp_path):
+    """Targets are spread unevenly over four passes: a mean of means, or their sum, would be another update."""
+    pytest.importorskip("accelerate")
+    rng, rows, updated = torch.Generator().manual_seed(0), [], []
+    for hidden in (1, 20, 35, 39):  # of 40
+        ids = torch.randint(3, 300, (40,), generator=rng)
+        rows.append({"input_ids": ids, "labels": torch.where(torch.arange(40) < hidden, -100, ids)})
+    for passes in (1, 4):
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported / "nano1t", trust_remote_code=True)
+        asked = transformers.TrainingArguments(str(tmp_path), max_steps=1, per_device_train_batch_size=4 // passes, use_cpu=True,
+                                               gradient_accumulation_steps=passes, optim="sgd", learning_rate=1.0,
+                                               lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[],
+                                               disable_tqdm=True, remove_unused_columns=False)
+        before = model.lm_head.weight.detach().clone()
+        transformers.Trainer(model, asked, train_dataset=rows, data_collator=lambda some: {
+            key: torch.stack([row[key] for row in some]) for key in some[0]}).train()
+        updated.append(model.lm_head.weight.detach() - before)
+    assert updated[0].abs().max() > 1e-3 and torch.allclose(*updated, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------------------
