@@ -440,6 +440,9 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
+    if m.top_k == 1 < m.experts and not (hp.aux_loss or hp.z_loss):
+        raise ConfigError(f"--top_k=1: of {m.experts} experts, but the weight of one alone is always 1, so that the router would get no "
+                          "gradient; use --top_k=2 or more, or set --aux_loss=1e-3 or --z_loss=1e-4, which give it one")
     declared(dataclasses.replace(hp, seq_len=m.seq_len))
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
@@ -1110,7 +1113,7 @@ class Watch:
         self.skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
         self.repeats = health.Repeats(run.order.same_rows, known.get("rows"))
         self.noise = health.Noise(known.get("noise"))
-        self.moves = health.Moves(state, run.grid, run.m) if hp.check_every and all(stage.lr for stage in run.stages) else None
+        self.moves = health.Moves(state, run.grid, run.m) if hp.check_every else None
         if hp.check_every:
             health.check_state(state, run.grid, self.m)
 
@@ -1138,7 +1141,7 @@ class Watch:
         if self.fresh and step == 1:
             out.warn(health.loss_warning(told.loss, m.vocab))
         if self.moves:
-            self.moves.accepted()
+            self.moves.accepted(rate(self.run, step - 1))
         if hp.check_every and step % hp.check_every == 0:
             health.check_state(self.tensors, grid, self.m)
         if self.measures_noise(step - 1):

@@ -208,13 +208,35 @@ def test_a_parameter_that_never_moves_is_named(stuck):
             for key, (at, values) in kept.items():
                 if key == stuck or name == stuck:
                     state.master[name].view(-1)[at : at + len(values)] = values
-        for _ in range(health.MOVED_AFTER - 1):
-            moves.accepted()
+        for lr in [1e-3, 1e-9] * (health.MOVED_AFTER - 1):
+            moves.accepted(lr)
         if not planted:
-            moves.accepted()
+            moves.accepted(1e-3)
             continue
         with pytest.raises(CheckFailed, match=f"^{stuck} did not move in 10 steps"):
-            moves.accepted()
+            moves.accepted(1e-3)
+
+
+def test_what_cannot_move_is_no_alarm():
+    """Steps that fp32 rounds away near 1.0, and the router of a single expert."""
+    m, ((grid, state), *_) = states(N=1, E=1)
+    moves = Moves(state, grid, m)
+    for _ in range(1000):
+        moves.accepted(1e-8)
+    assert "layers.0.router" in moves.names
+    alone = model.model_of("debug", layers=1, width=64, experts=1, top_k=1, groups=1, vocab=300)
+    names = Moves(parallel.init_state(alone, grid, 0, CPU), grid, alone).names
+    assert "layers.0.q_norm" in names and "layers.0.router" not in names
+
+
+def test_the_largest_of_the_smallest_steps_that_count_moves_a_norm():
+    """What MOVES_AT stands for: a few of AdamW's steps at that rate change ones in fp32, at a twentieth of it they need not."""
+    ones = torch.ones(16)
+    for lr, moved in {health.MOVES_AT: True, 5e-8: False}.items():
+        x = ones.clone()
+        for _ in range(health.MOVED_AFTER):
+            x -= lr * 0.3
+        assert bool((x != ones).all()) == moved
 
 
 def test_double_counting_is_found(monkeypatch):

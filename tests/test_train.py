@@ -218,6 +218,7 @@ def test_every_rank_ends_with_the_same_error_at_once(here):
     ("--kv_heads=3", "--kv_heads=3: must divide the 4 query heads; nearest that do: 1, 2, 4"),
     ("--max_per_group=5", "--max_per_group=5: at most 4 experts are in a group"),
     ("--top_k=17", "--top_k=17: more than the 16 experts"),
+    ("--top_k=1", "--top_k=1: of 16 experts, but the weight of one alone is always 1"),
     ("--replicas=3", "--replicas=3: must divide the 2 nodes"),
     ("--rows_per_step=7", "--rows_per_step=7: must be rows_per_rank x 8 ranks"),
     ("--rows_per_step=16 --rows_per_rank=3", "use --rows_per_step=24 or leave out --rows_per_rank=3"),
