@@ -114,8 +114,8 @@ class Skips:
         newest = [f"  {path}" for path in checkpoints] or ["  none: the run starts again from its initial weights"]
         return "\n".join([
             f"Run {run}: {len(self.streak)} steps in a row could not be applied (--max_skips={self.most}).", "", *skipped, "", accepted,
-            f"No weight has changed since step {first - 1}, and no checkpoint was written since.",
-            "Checkpoints, newest first:", *newest, "",
+            f"No weight has changed since step {first - 1}; a checkpoint of a later step, written where the run was stopped, has the",
+            "weights of that step, and took no older one's place. Checkpoints, newest first:", *newest, "",
             "Always the same rank: suspect its device. All ranks from one step on: the update before made the weights bad; resume from",
             "an older checkpoint (--resume=PATH) with a lower --lr or --clip. Norms that are finite and stay high: the run has moved to",
             "another level; --skip_sigma=0 applies every finite step.", ""])

@@ -1020,12 +1020,12 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
             out.diverged(step, watch.skips)
-        # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
+        # while steps are being skipped the state may be bad already: it is saved only where this process ends, and nothing goes
         news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
         if step == last or told.stopping or save_due and not watch.skips.streak:
             copies.finish()
             meta = {**run.meta, "row": order.rows_before(step), "health": watch.state()}
-            news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan))), False
+            news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan), retire=not watch.skips.streak)), False
         if told.stopping:
             break
     loader.close()

@@ -119,9 +119,10 @@ def test_a_row_of_skipped_steps_ends_the_run_with_its_own_code_and_an_older_chec
     assert sorted(p.name for p in (out / "ckpt").iterdir()) == ["step-00000010", "step-00000020"]
     report = (out / "diverged.txt").read_text()
     assert "step 28: loss" in report and "step 47: loss" in report and "ranks 1" in report and "ckpt/step-00000020" in report
-    again = train(here, "bad", {}, *settings, "--stop_at=23")  # the cause is gone
-    assert "resumed from out/bad/ckpt/step-00000020" in again.stdout and "skipped" not in again.stdout
-    assert lines(here, "bad")[-1]["step"] == 23
+    again = train(here, "bad", {"nan": [24]}, *settings, "--stop_at=24")  # the cause is gone, but for the last step
+    assert "resumed from out/bad/ckpt/step-00000020" in again.stdout and again.stdout.count("is skipped") == 1
+    assert lines(here, "bad")[-1]["step"] == 24
+    assert sorted(p.name for p in (out / "ckpt").iterdir()) == ["step-00000010", "step-00000020", "step-00000024"], "older ones stay"
 
 
 def range_list(first: int, last: int) -> list[int]:
