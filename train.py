@@ -20,7 +20,7 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -571,7 +571,8 @@ class Output:
 
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
-        self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+        self.hp, self.log_file, self.metrics_file, self.early = hp, None, None, []  # lines from before there is a file
+        self.trouble = False  # a file could not be written, and that has been told
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
         self.asked = 0  # step after which someone wants a checkpoint
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
@@ -597,20 +598,21 @@ class Output:
         """Once the run is known to be able to start: nothing is written before."""
         if not self.active:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
-        self.keep_metrics_before(step)
+        with self.survived():
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
+            self.keep_metrics_before(step)
         if step and (self.path / "progress.json").exists():
             before = json.loads((self.path / "progress.json").read_text())
             self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
-        self.log_file = open(self.path / "log.txt", "a", buffering=1)
-        self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
+        with self.survived():
+            self.log_file, self.metrics_file = (open(self.path / name, "ab", buffering=0) for name in ("log.txt", "metrics.jsonl"))
         total, active = count_params(m)
         self.log(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}", console=False)
         self.log(f"settings {json.dumps(asdict(hp))}", console=False)
         self.log(f"versions python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; "
                  f"git {git_state()}", console=False)
-        self.log_file.writelines(self.early)
+        self.write(self.log_file, "".join(self.early))
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
         self.evaluation_bytes = 8 * total  # one process holds masters and weights
         if hp.wandb == "auto":
@@ -624,18 +626,44 @@ class Output:
             path.with_suffix(".tmp").write_text("".join(lines))
             path.with_suffix(".tmp").rename(path)
 
+    @contextmanager
+    def survived(self):
+        """Around writes that nothing depends on: where they fail, as on a full disk, this is told once, and the run goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self.trouble:
+                self.trouble = True  # the file that the log is in may be the one
+                print(f"WARNING: {self.path} cannot be written ({error}): log, metrics and progress have gaps until it can; free space",
+                      flush=True)
+
+    def write(self, file, text: str):
+        """All of it at the end of the file or, where it does not fit, nothing: half a line would run into the next."""
+        with self.survived():
+            content, end = text.encode(), file.seek(0, os.SEEK_END)
+            try:
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+            except OSError:
+                file.truncate(end)
+                raise
+
     def log(self, text: str, console: bool = True):
         if not self.active:
             return
         if console:
             print(text, flush=True)
-        (self.log_file.write if self.log_file else self.early.append)(text + "\n")
+        if self.log_file:
+            self.write(self.log_file, text + "\n")
+        else:
+            self.early.append(text + "\n")
 
     def progress(self, step: int, phase: str):
         if self.active:
-            tmp = self.path / ".progress.json"
-            tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
-            tmp.rename(self.path / "progress.json")
+            with self.survived():
+                tmp = self.path / ".progress.json"
+                tmp.write_text(json.dumps({"step": step, "steps": self.hp.steps, "phase": phase, "time": time.time()}))
+                tmp.rename(self.path / "progress.json")
 
     def save_wanted(self, step: int) -> bool:
         """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
@@ -653,8 +681,9 @@ class Output:
             self.log(f"WARNING: {outcome.error}; the next one is tried when it is due")
             return {"ckpt_error": outcome.error}
         if self.asked and outcome.step >= self.asked:
-            (self.path / "save").unlink(missing_ok=True)
-            self.asked = 0
+            with self.survived():
+                (self.path / "save").unlink(missing_ok=True)
+                self.asked = 0
         if outcome.warning:
             self.log(f"WARNING: {outcome.warning}")
         self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
@@ -677,7 +706,8 @@ class Output:
         """Writes what a person needs; raises Diverged on every rank."""
         place = self.path / "diverged.txt"
         if self.active:
-            place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
+            with self.survived():
+                place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
             self.progress(step, "diverged")
         raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} "
                               "names them, and the checkpoints from before")
@@ -686,7 +716,8 @@ class Output:
         if self.active:
             # JSON has no NaN
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self.metrics_file.write(json.dumps(values) + "\n")
+            if self.metrics_file:
+                self.write(self.metrics_file, json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(values, step=values["step"])
 
@@ -704,7 +735,8 @@ class Output:
     def start_evaluation(self):
         if self.unevaluated and (self.evaluation is None or self.evaluation.poll() is not None):
             argv = [Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
-            self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
+            with self.survived():
+                self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
 
     def finish_evaluation(self, wait_s: float):
         """Waits so long for the last checkpoint's evaluation; then it is ended."""
@@ -848,8 +880,9 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
                               f"({describe(on_device)}); use --offload_state=True, more nodes, or another --size than {hp.size}")
     reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
     if out.active:
-        for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
-            out.log(line)
+        with out.survived():
+            for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
+                out.log(line)
     check_hosts(reports, fixes)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 import train
 from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
-from model import ConfigError
+from model import ConfigError, model_of
 from safetensors.torch import load_file
 from spawn import ROOT, launch
 
@@ -75,6 +76,40 @@ def test_a_rewind_keeps_no_step_twice(tmp_path, monkeypatch):
     (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 7, "lo')  # the last line is torn
     train.Output(train.Hyperparameters(run="rewind"), Place(0, 1, 0, 1, torch.device("cpu"), "gloo")).keep_metrics_before(4)
     assert (out / "metrics.jsonl").read_text() == "".join(lines[:4])
+
+
+def output(tmp_path, monkeypatch, name) -> train.Output:
+    """Of a run in tmp_path/out/<name>, open."""
+    monkeypatch.chdir(tmp_path)
+    hp = train.Hyperparameters(run=name, wandb="off", val_rows=0)
+    out = train.Output(hp, Place(0, 1, 0, 1, torch.device("cpu"), "gloo"))
+    out.lock()
+    out.open(hp, model_of("debug"), 0)
+    return out
+
+
+def test_a_full_disk_leaves_gaps_in_the_output_and_nothing_else(tmp_path, monkeypatch, capsys):
+    out, limits = output(tmp_path, monkeypatch, "full"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    out.metrics({"step": 1})
+    out.progress(1, "step")
+    used = (out.path / "log.txt").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))  # of the next line of metrics.jsonl five bytes fit, of the log's none
+    try:
+        for step in (2, 3):
+            out.log(f"step {step}")
+            out.metrics({"step": step})
+            out.progress(step, "step")
+        with pytest.raises(train.health.Diverged):
+            skips = train.health.Skips(12, 128, 1)
+            skips.judge(3, 1.0, float("nan"), [])
+            out.diverged(3, skips)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count("WARNING: out/full cannot be written ([Errno 27] File too large") == 1
+    assert json.loads((out.path / "progress.json").read_text())["step"] == 1 and (out.path / "log.txt").stat().st_size == used
+    assert (out.path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no torn line"
+    out.metrics({"step": 4})
+    assert [line["step"] for line in map(json.loads, (out.path / "metrics.jsonl").read_text().splitlines())] == [1, 4]
 
 
 def test_what_a_run_leaves_behind(here):
