@@ -563,6 +563,7 @@ def describe_stage(stage: dict) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+ENDS = ("done", "stopped", "diverged", "unhealthy")  # phases in which a process leaves a run that has not crashed
 EVALUATION_S = 600  # how long a finished run waits for its last evaluation (eval_ckpt)
 
 
@@ -602,9 +603,7 @@ class Output:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
             self.keep_metrics_before(step)
-        if step and (self.path / "progress.json").exists():
-            before = json.loads((self.path / "progress.json").read_text())
-            self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
+        self.alive_before = alive_before_a_crash(self.path / "progress.json") if step else None
         with self.survived():
             self.log_file, self.metrics_file = (open(self.path / name, "ab", buffering=0) for name in ("log.txt", "metrics.jsonl"))
         total, active = count_params(m)
@@ -612,7 +611,8 @@ class Output:
         self.log(f"settings {json.dumps(asdict(hp))}", console=False)
         self.log(f"versions python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; "
                  f"git {git_state()}", console=False)
-        self.write(self.log_file, "".join(self.early))
+        if self.log_file:
+            self.write(self.log_file, "".join(self.early))
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
         self.evaluation_bytes = 8 * total  # one process holds masters and weights
         if hp.wandb == "auto":
@@ -756,6 +756,16 @@ class Output:
     def close(self):
         if self.wandb:
             self.wandb.finish()
+
+
+def alive_before_a_crash(progress: Path) -> float | None:
+    """Unix time of the last sign of life of a run that was not ended; None where it was, or where nothing can be read: a crash of
+    the machine may have left the file empty."""
+    try:
+        found = json.loads(progress.read_text())
+        return None if found["phase"] in ENDS else float(found["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def step_of(line: str) -> float:
@@ -1162,8 +1172,16 @@ class Watch:
             self.skips.accepted.clear()  # other data or another batch: its loss and norm are on another level
         self.tensors.node_squared = {} if self.measures_noise(step) else None
 
-    def step_ends(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
-        """Checks what can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
+    def step_ends(self, step: int, *measured) -> dict:
+        """See check."""
+        try:
+            return self.check(step, *measured)
+        except health.CheckFailed:
+            self.run.out.progress(step, "unhealthy")
+            raise
+
+    def check(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
+        """What can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
         hp, m, grid, out = self.run.hp, self.run.m, self.run.grid, self.run.out
         problem = health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k)
         if problem := problem or self.repeats.problem(step, told.digest):

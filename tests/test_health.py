@@ -294,6 +294,7 @@ def test_a_run_whose_rows_are_repeated_after_a_resume_ends_with_its_own_code(her
     launch(1, 1, "tests/faulty.py", "{}", *args, "--stop_at=6", cwd=here)
     done = launch(1, 1, "tests/faulty.py", json.dumps({"rewound": 6}), *args, cwd=here, check=False)
     assert done.returncode == EXIT_UNHEALTHY and "error: step 7 reads the rows of step 1 again" in done.stdout, done
+    assert json.loads((here / "out" / "repeats" / "progress.json").read_text())["phase"] == "unhealthy"
     assert "Traceback" not in done.stderr
 
 

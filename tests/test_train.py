@@ -112,6 +112,16 @@ def test_a_full_disk_leaves_gaps_in_the_output_and_nothing_else(tmp_path, monkey
     assert [line["step"] for line in map(json.loads, (out.path / "metrics.jsonl").read_text().splitlines())] == [1, 4]
 
 
+@pytest.mark.parametrize("text, found", [
+    ('{"step": 3, "phase": "step", "time": 12.5}', 12.5), ('{"step": 3, "phase": "checkpoint", "time": 12}', 12.0),
+    *((f'{{"phase": "{phase}", "time": 12}}', None) for phase in ("done", "stopped", "diverged", "unhealthy")),
+    ("", None), ('{"step": 3, "pha', None), ("[]", None), ("{}", None), ('{"phase": "step", "time": null}', None), (None, None)])
+def test_only_a_crash_counts_as_one_and_a_torn_progress_file_is_none(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "progress.json").write_text(text)
+    assert train.alive_before_a_crash(tmp_path / "progress.json") == found
+
+
 def test_what_a_run_leaves_behind(here):
     done = run(here, "files", "--steps=10", nodes=1, ranks=2)
     out = here / "out" / "files"
