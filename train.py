@@ -1024,7 +1024,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
     batch, digest = next_rows(loader, step, device)
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
-    inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
+    inputs, end_of_job, news, save_due, held_out_s = None, launch.end_of_job(hp.walltime), {}, False, 0.0
     while step < last:
         clock = Clock(device)
         WIRE.tell = out.log if hp.verbose_comm and not times else None
@@ -1040,7 +1040,7 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums, balance = passes(run, m, state, step, batch, counts, inputs)
-            reason = why_stop(stop, end_of_job, times, saver)
+            reason = why_stop(stop, end_of_job, times, (2 if hp.val_every == 1 else 1) * held_out_s, saver)
             told = tell(sums, state, counts[:, 0].sum(), batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
             clock.update_begins()
             if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
@@ -1057,7 +1057,9 @@ def train(run: Run, state: State, step: int, last: int, stop: launch.StopRequest
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
+            began = time.perf_counter()
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+            held_out_s = max(held_out_s, time.perf_counter() - began)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         report(run, step, measured, flops[number], times)
         if watch.skips.given_up:
@@ -1222,10 +1224,11 @@ class Clock:
                 "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
-def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
+def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], held_out_s: float,
+             saver: checkpoint.Saver) -> str | None:
     """The signal that asked for an end; or the end of the job, when it is so near that after another step there might be no time
-    for a checkpoint. times: of the steps so far, in seconds."""
-    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + saver.needs_s
+    for a checkpoint. times: of the steps so far, in seconds; held_out_s: of the held-out losses that may lie before it."""
+    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + held_out_s + saver.needs_s
     if end_of_job and time.time() + needs_s > end_of_job:
         return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
     return stop.requested

@@ -122,6 +122,20 @@ def test_only_a_crash_counts_as_one_and_a_torn_progress_file_is_none(tmp_path, t
     assert train.alive_before_a_crash(tmp_path / "progress.json") == found
 
 
+def test_the_end_of_a_job_is_kept_off_by_a_step_a_held_out_loss_and_a_checkpoint():
+    class Saver:
+        needs_s = 30.0
+
+    class Stop:
+        requested = None
+
+    needs_s = train.launch.JOB_MARGIN_S + 2 * 7.0 + 500.0 + 30.0
+    for spare_s, stops in ((-5, True), (5, False)):
+        reason = train.why_stop(Stop, time.time() + needs_s + spare_s, [3.0, 7.0, 5.0], 500.0, Saver)
+        assert bool(reason) == stops and (not stops or reason.startswith("the end of the job at"))
+    assert train.why_stop(Stop, None, [], 0.0, Saver) is None
+
+
 def test_what_a_run_leaves_behind(here):
     done = run(here, "files", "--steps=10", nodes=1, ranks=2)
     out = here / "out" / "files"
