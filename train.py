@@ -564,6 +564,7 @@ def describe_stage(stage: dict) -> str:
 
 
 ENDS = ("done", "stopped", "diverged", "unhealthy")  # phases in which a process leaves a run that has not crashed
+ASK_AGAIN_S = 60  # after a save that failed, until out/<run>/save is looked for again
 EVALUATION_S = 600  # how long a finished run waits for its last evaluation (eval_ckpt)
 
 
@@ -575,7 +576,7 @@ class Output:
         self.hp, self.log_file, self.metrics_file, self.early = hp, None, None, []  # lines from before there is a file
         self.trouble = False  # a file could not be written, and that has been told
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
-        self.asked = 0  # step after which someone wants a checkpoint
+        self.asked, self.ask_from = 0, 0.0  # step after which someone wants a checkpoint; monotonic time of the next look for such
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
 
     def lock(self):
@@ -667,7 +668,7 @@ class Output:
 
     def save_wanted(self, step: int) -> bool:
         """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
-        if not self.active or self.asked or not (self.path / "save").exists():
+        if not self.active or self.asked or time.monotonic() < self.ask_from or not (self.path / "save").exists():
             return False
         self.log(f"{self.path / 'save'} is there: saving after step {step + 1}")
         self.asked = step + 1
@@ -679,6 +680,8 @@ class Output:
             return {}
         if outcome.error:
             self.log(f"WARNING: {outcome.error}; the next one is tried when it is due")
+            if outcome.step >= self.asked:
+                self.asked, self.ask_from = 0, time.monotonic() + ASK_AGAIN_S
             return {"ckpt_error": outcome.error}
         if self.asked and outcome.step >= self.asked:
             with self.survived():

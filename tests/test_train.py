@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import train
+from checkpoint import Outcome
 from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
 from model import ConfigError, model_of
 from safetensors.torch import load_file
@@ -134,6 +135,20 @@ def test_the_end_of_a_job_is_kept_off_by_a_step_a_held_out_loss_and_a_checkpoint
         reason = train.why_stop(Stop, time.time() + needs_s + spare_s, [3.0, 7.0, 5.0], 500.0, Saver)
         assert bool(reason) == stops and (not stops or reason.startswith("the end of the job at"))
     assert train.why_stop(Stop, None, [], 0.0, Saver) is None
+
+
+def test_a_save_that_was_asked_for_and_failed_is_asked_for_again(tmp_path, monkeypatch):
+    out = output(tmp_path, monkeypatch, "asked")
+    (out.path / "save").touch()
+    assert out.save_wanted(10) and not out.save_wanted(11), "it is on its way"
+    out.saved(Outcome(10, out.path, "disk full", "", 0.0, 0))  # an earlier one
+    assert out.asked == 11
+    out.saved(Outcome(11, out.path, "disk full", "", 0.0, 0))
+    assert not out.save_wanted(12), "not at once, in every step"
+    monkeypatch.setattr(train.time, "monotonic", lambda real=time.monotonic: real() + train.ASK_AGAIN_S)
+    assert out.save_wanted(500)
+    out.saved(Outcome(501, out.path, "", "", 0.0, 0))
+    assert not (out.path / "save").exists() and not out.save_wanted(502)
 
 
 def test_what_a_run_leaves_behind(here):
