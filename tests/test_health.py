@@ -318,6 +318,38 @@ def one_rank():
     return check.measure(parallel.make_grid(0, 1, 1, 1, m, connect=False), m, "step")
 
 
+def kind_of(m: model.Model) -> str:
+    return "free" if m.group_limit >= m.top_k else "even" if m.even_groups else "limited"
+
+
+@pytest.mark.parametrize("settings, kind, groups, limit", [
+    ("", "even", 4, 1), ("--size=1t", "even", 4, 2), ("--size=1t --max_per_group=3", "limited", 4, 2),
+    ("--size=1t --max_per_group=8", "free", 4, 4), ("--size=1t --groups=8", "even", 4, 1), ("--size=15b --groups=1", "free", 1, 4),
+    ("--size=15b --top_k=4 --groups=2 --max_per_group=3", "limited", 2, 3), ("--size=15b --top_k=4 --groups=2", "even", 2, 2),
+    ("--size=15b --top_k=6", "limited", 4, 2), ("--top_k=2", "limited", 4, 2), ("--top_k=1 --aux_loss=1e-3", "free", 4, 1),
+    ("--experts=1 --top_k=1 --groups=1", "free", 1, 1), ("--top_k=3 --max_per_group=3 --replicas=2 --rows_per_step=8", "free", 4, 3)])
+def test_the_small_model_has_the_settings_kind_of_routing(settings, kind, groups, limit):
+    hp, real = check.resolved(settings.split())
+    m = check.small(real)
+    assert kind_of(real) == kind
+    assert (kind_of(m), m.groups, m.group_limit, m.experts) == (kind, groups, limit, 16)
+
+
+def test_settings_are_those_of_a_run(capsys):
+    for wrong, words in (("--dense_gather=stpe", "dense_gather=stpe: unknown"), ("--max_per_group=9", "at most 4 experts"),
+                         ("--data=nowhere", "nowhere"), ("--top_k=1", "no gradient")):
+        with pytest.raises(model.ConfigError, match=words):
+            check.main([wrong])
+    assert not capsys.readouterr().out
+
+
+def test_the_losses_that_balance_the_load_are_in_what_is_compared(one_rank):
+    m = check.tiny()
+    pushed = check.measure(parallel.make_grid(0, 1, 1, 1, m, connect=False), m, "step", aux=1.0)
+    off = {name for name, found in pushed["gradients"].items() if found[0] != pytest.approx(one_rank["gradients"][name][0], rel=1e-4)}
+    assert "layers.1.router" in off and "layers.1.experts.0.gate" not in off and "head" not in off
+
+
 def test_a_mask_that_lets_the_future_through_is_found(monkeypatch):
     m = check.tiny()
     assert check.isolation_problem(m) == check.state_problem(m) == ""
