@@ -7,6 +7,7 @@ Gradients are compared between one rank and two along each axis (ranks of a node
 settings' routing and unequal numbers of targets. Ends with code 70 if something is not as it must be.
 """
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -22,7 +23,7 @@ import health
 import launch
 import optim
 import train
-from model import ConfigError, Model, Segments, model_of, param_shapes
+from model import Balance, ConfigError, Model, Segments, model_of, param_shapes
 from parallel import Grid, State, Transport, exchange, fill_own, init_state, initial_values, make_grid, pieces, start_refresh
 
 ROWS = 12  # divides by 1, 2, 3 and 4 ranks
@@ -57,9 +58,9 @@ def random_rows(m: Model, count: int = ROWS, seed: int = 0) -> list[train.Device
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def measure(grid: Grid, m: Model, dense: str) -> dict:
+def measure(grid: Grid, m: Model, dense: str, aux: float = 0.0, z: float = 0.0) -> dict:
     """On every rank of a layout: the losses of some steps on the same rows; of the first the gradient norm, and of each parameter's
-    gradient its norm and its product with random numbers, which depends on every value of it."""
+    gradient its norm and its product with random numbers, which depends on every value of it. aux, z: see Balance."""
     state, wire = init_state(m, grid, 1, CPU), Transport(torch.float32, dense=dense)
     optim.init_moments(state, "muon")
     plan = optim.plan_muon(state, grid, m, "muon")
@@ -70,7 +71,8 @@ def measure(grid: Grid, m: Model, dense: str) -> dict:
     targets = exchange([train.count_targets(rows)], grid, CPU).sum()
     found = {"losses": []}
     for step in range(STEPS):
-        sums = train.schedule(rows, state, grid, m, wire, 1 / targets)
+        balance = Balance(m, CPU, ROWS * m.seq_len, aux, z)
+        sums = train.schedule(rows, state, grid, m, wire, 1 / targets, balance=balance)
         loss, squared = exchange([float(x) for x in sums], grid, CPU).sum(0)
         norm = math.sqrt(squared / grid.R)
         found["losses"].append(loss / targets)
@@ -128,11 +130,11 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
 
 def part(path: str, replicas: str, settings: list[str]) -> int:
     """In a rank of run_layout."""
-    where, hp = launch.place(), train.parse(settings)
+    where, (hp, real) = launch.place(), resolved(settings)
     launch.setup(where)
-    m = small(hp)
+    m = small(real)
     grid = make_grid(where.rank, where.world, where.ranks_per_node, int(replicas), m)
-    found = measure(grid, m, hp.dense_gather)
+    found = measure(grid, m, hp.dense_gather, hp.aux_loss, hp.z_loss)
     if where.rank == 0:
         Path(path).write_text(json.dumps(found))
     return launch.EXIT_OK
@@ -143,10 +145,23 @@ def part(path: str, replicas: str, settings: list[str]) -> int:
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def small(hp: train.Hyperparameters) -> Model:
-    """The tiny model with the routing of the settings."""
-    m = model_of(hp.size, router=hp.router or None, shared_experts=hp.shared_experts or None)
-    return tiny(router=m.router, shared_experts=m.shared_experts, max_per_group=min(hp.max_per_group, 4))
+def resolved(settings: list[str]) -> tuple[train.Hyperparameters, Model]:
+    """As a run of one rank has them; of how many ranks its rows and replicas are, is not asked here. Raises ConfigError."""
+    hp = dataclasses.replace(train.parse(settings), replicas=1, rows_per_step=0)
+    return train.resolve(hp, launch.Place(0, 1, 0, 1, CPU, "gloo"))
+
+
+def small(m: Model) -> Model:
+    """The tiny model with m's kind of routing: even over groups, limited to some experts of a group, or free."""
+    groups = m.groups if m.groups in (1, 2) else 4
+    if m.group_limit >= m.top_k:
+        top_k = limit = min(m.top_k, 4)
+    elif m.even_groups:
+        limit = min(m.group_limit, 2)
+        top_k = limit * groups
+    else:
+        top_k, limit = 4, 4 // groups + 1  # above the even one, below top_k
+    return tiny(router=m.router, shared_experts=m.shared_experts, groups=groups, top_k=top_k, max_per_group=limit)
 
 
 def isolation_problem(m: Model) -> str:
@@ -187,8 +202,8 @@ def main(argv: list[str]) -> int:
     if "--help" in argv:
         print(__doc__)
         return launch.EXIT_OK
-    hp = train.parse(argv)
-    m, real = small(hp), model_of(hp.size, seq_len=hp.seq_len or None, head_dim=hp.head_dim or None)
+    real = resolved(argv)[1]
+    m = small(real)
     failures, reference = [], None
 
     def check(what: str, found: list[str]):

@@ -371,10 +371,10 @@ class Saver:
         self.needs_s = sum(x.nbytes for x in self.rows.values()) * grid.N * grid.E / SLOW_BYTES_S  # that a save should be given
         self.delay_s = 0.0  # before each unit: tests make the disk slow
 
-    def start(self, step: int, meta: dict, phases: list | tuple = ()) -> Outcome | None:
+    def start(self, step: int, meta: dict, phases: list | tuple = (), retire: bool = True) -> Outcome | None:
         """Begins to write the state before step `step` and returns; from here on it changes only through state.before_change.
-        meta: goes into the manifest, as it is now. phases: optim.phases. If an earlier save still runs, its end is waited for,
-        and its outcome returned."""
+        meta: goes into the manifest, as it is now. phases: optim.phases. retire: whether older checkpoints may go once this one has
+        been read back. If an earlier save still runs, its end is waited for, and its outcome returned."""
         before, began = self.wait(), time.perf_counter()
         units = share_of(self.tensors, in_order(self.tensors, phases), self.grid.R, self.grid.r)
         self.flush = Flush(units)
@@ -383,7 +383,7 @@ class Saver:
         manifest = json.dumps({"step": step, "grid": [self.grid.R, self.grid.N, self.grid.E], **meta})
         self.window.follow(self.device)
         self.running = Future()
-        work = partial(self._save, step, units, small, json.loads(manifest))
+        work = partial(self._save, step, units, small, json.loads(manifest), retire)
         threading.Thread(target=into, args=(self.running, work), name="checkpoint", daemon=True).start()
         self.blocked_s += time.perf_counter() - began
         return before
@@ -409,7 +409,7 @@ class Saver:
 
     # what follows runs in the thread
 
-    def _save(self, step: int, units: list[Unit], small: dict[str, Tensor], manifest: dict) -> Outcome:
+    def _save(self, step: int, units: list[Unit], small: dict[str, Tensor], manifest: dict, retire: bool) -> Outcome:
         began, first = time.perf_counter(), self.grid.world.index == 0
         final, tmp = directory(self.root, step), self.root / f".tmp-step-{step:08d}"
 
@@ -434,7 +434,7 @@ class Saver:
         _, error = self._all(lambda: publish(final, tmp, manifest) if first else None)
         if error:
             return failed(error)
-        seconds, (error, warning) = time.perf_counter() - began, self._retire(final, entries)
+        seconds, (error, warning) = time.perf_counter() - began, self._retire(final, entries) if retire else ("", "")
         return Outcome(step, final, error, warning, seconds, sum(entry["bytes"] for entry in entries))
 
     def _write(self, tmp: Path, units: list[Unit], small: dict[str, Tensor]) -> dict:

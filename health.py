@@ -114,8 +114,8 @@ class Skips:
         newest = [f"  {path}" for path in checkpoints] or ["  none: the run starts again from its initial weights"]
         return "\n".join([
             f"Run {run}: {len(self.streak)} steps in a row could not be applied (--max_skips={self.most}).", "", *skipped, "", accepted,
-            f"No weight has changed since step {first - 1}, and no checkpoint was written since.",
-            "Checkpoints, newest first:", *newest, "",
+            f"No weight has changed since step {first - 1}; a checkpoint of a later step, written where the run was stopped, has the",
+            "weights of that step, and took no older one's place. Checkpoints, newest first:", *newest, "",
             "Always the same rank: suspect its device. All ranks from one step on: the update before made the weights bad; resume from",
             "an older checkpoint (--resume=PATH) with a lower --lr or --clip. Norms that are finite and stay high: the run has moved to",
             "another level; --skip_sigma=0 applies every finite step.", ""])
@@ -220,17 +220,19 @@ def shard_problem(held: list[dict[str, str]], grid: Grid) -> str:
 # Checks of a run
 # ------------------------------------------------------------------------------------------------------------------
 
-MOVED_AFTER = 10  # accepted steps
+MOVED_AFTER = 10  # accepted steps of a rate at which a norm near 1.0 is sure to move: every optimizer's largest steps are about the
+MOVES_AT = 1e-6  # rate, and fp32 values there lie 1.2e-7 apart, so that smaller ones may be rounded away, each for itself
 KEPT = 128  # digests of the first steps, and of the last
 
 
 class Moves:
-    """Whether every parameter changes; of experts, any of a layer's."""
+    """Whether every parameter changes; of experts, any of a layer's. The router of a single expert decides nothing: it need not."""
 
     def __init__(self, state: State, grid: Grid, m: Model):
         """Remembers how the parameters are now."""
         self.state, self.grid, self.m = state, grid, m
-        self.names = list(dict.fromkeys(name for bucket in state.buckets.values() for name in self.names_of(bucket)))
+        self.names = list(dict.fromkeys(name for bucket in state.buckets.values() for name in self.names_of(bucket)
+                                        if m.experts > 1 or not name.endswith(".router")))
         self.steps, self.before = 0, self.marks()
 
     @staticmethod
@@ -248,8 +250,11 @@ class Moves:
             found |= {key: hashlib.sha256(fingerprint(x)).digest() for key, x in parts}
         return found
 
-    def accepted(self):
-        """Call it after each accepted step, on all ranks; raises CheckFailed on all once, after MOVED_AFTER of them."""
+    def accepted(self, lr: float):
+        """Call it after each accepted step, on all ranks, with its learning rate; raises CheckFailed on all once, after MOVED_AFTER
+        of MOVES_AT or more."""
+        if lr < MOVES_AT:
+            return
         self.steps += 1
         if self.steps != MOVED_AFTER:
             return
@@ -258,8 +263,8 @@ class Moves:
         everywhere = exchange(moved, self.grid, self.state.bias_LX.device).max(0)
         self.before = {}
         if still := [name for name, x in zip(self.names, everywhere) if not x]:
-            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} steps: "
-                              "no gradient arrives, or updates are rounded away")
+            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} steps "
+                              f"of lr {MOVES_AT:g} or more: no gradient arrives, or updates are rounded away")
 
 
 class Repeats:

@@ -11,7 +11,6 @@ a start for a search, not its end: the best rate of a long run is mostly lower, 
 import contextlib
 import json
 import math
-import shutil
 import signal
 import subprocess
 import sys
@@ -71,35 +70,49 @@ def suggest(points: list[Point]) -> tuple[float, float, float] | None:
 
 
 def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
-    """Runs train.py with a growing rate until the loss turns up, or all steps are done. Raises ConfigError if it could not."""
-    low, high = float(options["from"]), float(options["to"])
-    if not 0 < low < high < math.inf:
+    """Runs train.py with a growing rate until the loss turns up, or all steps are done. Raises ConfigError if it could not. An
+    earlier search is set aside by train.py, once it is known that no other runs. A SIGTERM or SIGINT goes on to the launcher;
+    when that has ended, the program does."""
+    low, high = (train.parse_value(name, str(options[name]), float) for name in ("from", "to"))
+    if not 0 < low < high:
         raise ConfigError(f"--from={low:g} --to={high:g}: give two rates above 0, the larger last")
     out = Path("out") / RUN
     ranks = [f"--{name}={options[name]}" for name in ("nodes", "ranks-per-node") if name in options]
     scheduler, _ = cluster.detect("auto", submitting=False)  # inside an allocation there; a queue would give no answer
-    launcher = [sys.executable, HERE / "launch.py", f"--scheduler={scheduler}", *ranks, "--"]
-    argv = [*launcher, HERE / "train.py", "--steps=100", "--val_every=0", *settings, f"--run={RUN}", "--resume=never",
-            "--schedule=ramp", "--warmup=0", f"--lr={high:g}", f"--final_lr={low / high:g}", "--ckpt_every=0", "--skip_sigma=0",
-            "--max_skips=3", "--wandb=off"]
-    if out.exists():
-        shutil.rmtree(out)  # an earlier search
-    process, points = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), []
-    told = ""
-    for line in process.stdout:
-        told = (told + line)[-2000:]
-        if not line.startswith("step "):
-            continue
-        points = smooth(read(out / "metrics.jsonl"))
-        if len(points) % 10 == 1:
-            say(line.rstrip())
-        if diverged(points) and process.poll() is None:
-            process.send_signal(signal.SIGTERM)  # ends after a step
-            break
-    for line in process.stdout:
-        pass
-    if process.wait() not in (launch.EXIT_OK, launch.EXIT_STOPPED, launch.EXIT_DIVERGED):
-        raise ConfigError(f"the run ended with code {process.returncode}: {(told.strip().splitlines() or [''])[-1]}")
+    argv = [sys.executable, HERE / "launch.py", f"--scheduler={scheduler}", *ranks, "--", HERE / "train.py", "--steps=100", "--val_every=0", *settings,
+            f"--run={RUN}", "--resume=never", "--schedule=ramp", "--warmup=0", f"--lr={high:g}", f"--final_lr={low / high:g}",
+            "--ckpt_every=0", "--skip_sigma=0", "--max_skips=3", "--wandb=off"]
+    points, process, asked, errors, line = [], None, [], [], ""
+
+    def forward(number: int, _frame: object):
+        asked.append(number)
+        if process:
+            process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        if asked:  # before there was anyone to tell
+            process.send_signal(asked[0])
+        stopping = False
+        for line in process.stdout:
+            errors += [line] if line.startswith("error:") else []
+            if not line.startswith("step ") or stopping:
+                continue
+            points = smooth(read(out / "metrics.jsonl"))
+            if len(points) % 10 == 1:
+                say(line.rstrip())
+            if stopping := diverged(points):
+                process.send_signal(signal.SIGTERM)  # ends after a step
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked:
+        print(f"stopped by {signal.Signals(asked[0]).name}", file=sys.stderr)
+        sys.exit(128 + asked[0])
+    if code not in (launch.EXIT_OK, launch.EXIT_STOPPED, launch.EXIT_DIVERGED):
+        raise ConfigError(f"the run ended with code {code}: {(errors or [line])[-1].removeprefix('error:').strip()}")
     return points
 
 

@@ -62,6 +62,9 @@ class Arena:
             if int(failed):
                 raise ConfigError(f"host {socket.gethostname()}: pinning {nbytes / GIB:.1f} GiB for {purpose} failed ({failed}); raise "
                                   "the limit of locked memory (ulimit -l)")
+            # with its memory, which the parts hold: a later slab at the same address could not be registered
+            storage = self.slab.untyped_storage()
+            weakref.finalize(storage, torch.cuda.cudart().cudaHostUnregister, storage.data_ptr()).atexit = False
 
     @classmethod
     def bytes_of(cls, shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -457,6 +457,9 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
         raise ConfigError(f"--steps={hp.steps}: must be at least 1")
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
+    if m.top_k == 1 < m.experts and not (hp.aux_loss or hp.z_loss):
+        raise ConfigError(f"--top_k=1: of {m.experts} experts, but the weight of one alone is always 1, so that the router would get no "
+                          "gradient; use --top_k=2 or more, or set --aux_loss=1e-3 or --z_loss=1e-4, which give it one")
     declared(dataclasses.replace(hp, seq_len=m.seq_len))
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
@@ -577,6 +580,8 @@ def describe_stage(stage: dict) -> str:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+ENDS = ("done", "stopped", "diverged", "unhealthy")  # phases in which a process leaves a run that has not crashed
+ASK_AGAIN_S = 60  # after a save that failed, until out/<run>/save is looked for again
 EVALUATION_S = 600  # how long a finished run waits for its last evaluation (eval_ckpt)
 
 
@@ -585,9 +590,10 @@ class Output:
 
     def __init__(self, hp: Hyperparameters, where: launch.Place):
         self.path, self.active, self.wandb = Path("out") / hp.run, where.rank == 0, None
-        self.hp, self.log_file, self.early = hp, None, []  # lines from before there is a file
+        self.hp, self.log_file, self.metrics_file, self.early = hp, None, None, []  # lines from before there is a file
+        self.trouble = False  # a file could not be written, and that has been told
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
-        self.asked = 0  # step after which someone wants a checkpoint
+        self.asked, self.ask_from = 0, 0.0  # step after which someone wants a checkpoint; monotonic time of the next look for such
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
         self.told = {"steps": hp.steps}  # to the launcher
         self.useful_s = 0.0  # of the steps of this launch that count, those of earlier attempts too
@@ -617,23 +623,23 @@ class Output:
         """Once the run is known to be able to start: nothing is written before."""
         if not self.active:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
-        self.keep_metrics_before(step)
-        if step and (self.path / "progress.json").exists():
-            before = json.loads((self.path / "progress.json").read_text())
-            self.alive_before = before["time"] if before["phase"] not in ("done", "stopped") else None
+        with self.survived():
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
+            self.keep_metrics_before(step)
+        self.alive_before = alive_before_a_crash(self.path / "progress.json") if step else None
         begun = int(os.environ.get(recover.BEGUN_VAR, step))
         self.useful_s = sum(line["step_s"] for line in self.metrics_so_far() if line["step"] > begun)
         self.told |= {"run": str(self.path.absolute()), "from": step}
-        self.log_file = open(self.path / "log.txt", "a", buffering=1)
-        self.metrics_file = open(self.path / "metrics.jsonl", "a", buffering=1)
+        with self.survived():
+            self.log_file, self.metrics_file = (open(self.path / name, "ab", buffering=0) for name in ("log.txt", "metrics.jsonl"))
         total, active = count_params(m)
         self.log(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}", console=False)
         self.log(f"settings {json.dumps(asdict(hp))}", console=False)
         self.log(f"versions python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; "
                  f"git {git_state()}", console=False)
-        self.log_file.writelines(self.early)
+        if self.log_file:
+            self.write(self.log_file, "".join(self.early))
         self.log(f"model {total / 1e6:.1f} M parameters, {active / 1e6:.1f} M active per token")
         self.evaluation_bytes = 8 * total  # one process holds masters and weights
         if hp.wandb == "auto":
@@ -647,25 +653,51 @@ class Output:
             path.with_suffix(".tmp").write_text("".join(lines))
             path.with_suffix(".tmp").rename(path)
 
+    @contextmanager
+    def survived(self):
+        """Around writes that nothing depends on: where they fail, as on a full disk, this is told once, and the run goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self.trouble:
+                self.trouble = True  # the file that the log is in may be the one
+                print(f"WARNING: {self.path} cannot be written ({error}): log, metrics and progress have gaps until it can; free space",
+                      flush=True)
+
+    def write(self, file, text: str):
+        """All of it at the end of the file or, where it does not fit, nothing: half a line would run into the next."""
+        with self.survived():
+            content, end = text.encode(), file.seek(0, os.SEEK_END)
+            try:
+                if file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+            except OSError:
+                file.truncate(end)
+                raise
+
     def log(self, text: str, console: bool = True):
         if not self.active:
             return
         if console:
             print(text, flush=True)
-        (self.log_file.write if self.log_file else self.early.append)(text + "\n")
+        if self.log_file:
+            self.write(self.log_file, text + "\n")
+        else:
+            self.early.append(text + "\n")
 
     def metrics_so_far(self) -> list[dict]:
         path = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [json.loads(line) for line in path.read_text().splitlines() if step_of(line) < math.inf] if path.exists() else []
 
     def progress(self, step: int, phase: str):
         """What this rank is doing, for the watchdog; of rank 0 for the launcher and for people."""
         PAGE.phase(phase if phase in PHASES else "end", step)
         if self.active:
             self.told |= {"step": step, "phase": phase, "time": time.time()}
-            tell_launcher(self.told)
-            if self.log_file:
-                replace_json(self.path / "progress.json", self.told)
+            with self.survived():
+                tell_launcher(self.told)
+                if self.log_file:
+                    replace_json(self.path / "progress.json", self.told)
 
     def step_ended(self, step: int, times: list[float], end_of_job: float | None) -> dict:
         """Part of the time since the launch that went into steps that count. times: of this process's steps, in seconds."""
@@ -678,7 +710,7 @@ class Output:
 
     def save_wanted(self, step: int) -> bool:
         """Whether someone has made the file out/<run>/save since the last time. It goes when a later state has been saved."""
-        if not self.active or self.asked or not (self.path / "save").exists():
+        if not self.active or self.asked or time.monotonic() < self.ask_from or not (self.path / "save").exists():
             return False
         self.log(f"{self.path / 'save'} is there: saving after step {step + 1}")
         self.asked = step + 1
@@ -690,10 +722,13 @@ class Output:
             return {}
         if outcome.error:
             self.log(f"WARNING: {outcome.error}; the next one is tried when it is due")
+            if outcome.step >= self.asked:
+                self.asked, self.ask_from = 0, time.monotonic() + ASK_AGAIN_S
             return {"ckpt_error": outcome.error}
         if self.asked and outcome.step >= self.asked:
-            (self.path / "save").unlink(missing_ok=True)
-            self.asked = 0
+            with self.survived():
+                (self.path / "save").unlink(missing_ok=True)
+                self.asked = 0
         if outcome.warning:
             self.log(f"WARNING: {outcome.warning}")
         self.log(f"saved step {outcome.step}: {outcome.bytes / 1e9:.3f} GB in {outcome.seconds:.2f} s beside training")
@@ -716,7 +751,8 @@ class Output:
         """Writes what a person needs; raises Diverged on every rank."""
         place = self.path / "diverged.txt"
         if self.active:
-            place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
+            with self.survived():
+                place.write_text(skips.report(self.hp.run, [str(p) for p in reversed(checkpoint.complete(self.path / "ckpt"))]))
             self.progress(step, "diverged")
         raise health.Diverged(f"the last {len(skips.streak)} steps could not be applied ({skips.streak[-1]['why']}); {place} "
                               "names them, and the checkpoints from before")
@@ -725,7 +761,8 @@ class Output:
         if self.active:
             # JSON has no NaN
             values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-            self.metrics_file.write(json.dumps(values) + "\n")
+            if self.metrics_file:
+                self.write(self.metrics_file, json.dumps(values) + "\n")
             if self.wandb:
                 self.wandb.log(grouped(values), step=values["step"])
 
@@ -733,9 +770,8 @@ class Output:
         """Keeps the newest step's tokens of each expert, over their layer's mean."""
         if self.active:
             load_LX = counts_LX / counts_LX.mean(1, keepdim=True).clamp(min=1e-9)
-            tmp = self.path / ".experts.json"
-            tmp.write_text(json.dumps({"step": step, "load": [[round(x, 3) for x in row] for row in load_LX.tolist()]}))
-            tmp.rename(self.path / "experts.json")
+            with self.survived():
+                replace_json(self.path / "experts.json", {"step": step, "load": [[round(x, 3) for x in row] for row in load_LX.tolist()]})
 
     def evaluate(self, path: Path):
         """Has a finished checkpoint evaluated beside the training, once the one before is; only the newest waits."""
@@ -751,7 +787,8 @@ class Output:
     def start_evaluation(self):
         if self.unevaluated and (self.evaluation is None or self.evaluation.poll() is not None):
             argv = [Path(__file__).with_name("eval.py"), "loss", f"--checkpoint={self.unevaluated}", "--wandb=off"]
-            self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
+            with self.survived():
+                self.evaluation, self.unevaluated = launch.background([sys.executable, *argv], self.path / "eval.log"), None
 
     def finish_evaluation(self, wait_s: float):
         """Waits so long for the last checkpoint's evaluation; then it is ended."""
@@ -771,6 +808,16 @@ class Output:
     def close(self):
         if self.wandb:
             self.wandb.finish()
+
+
+def alive_before_a_crash(progress: Path) -> float | None:
+    """Unix time of the last sign of life of a run that was not ended; None where it was, or where nothing can be read: a crash of
+    the machine may have left the file empty."""
+    try:
+        found = json.loads(progress.read_text())
+        return None if found["phase"] in ENDS else float(found["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def step_of(line: str) -> float:
@@ -895,8 +942,9 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
                               f"({describe(on_device)}); use --offload_state=True, more nodes, or another --size than {hp.size}")
     reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
     if out.active:
-        for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
-            out.log(line)
+        with out.survived():
+            for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
+                out.log(line)
     check_hosts(reports, fixes)
 
 
@@ -1046,7 +1094,7 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
     loader = data.Loader(run.blends, order, grid.world.size, grid.world.index, step)
     batch, digest = next_rows(loader, step, device)
     counts = exchange([count_targets(batch), count_tokens(batch)], grid, device)
-    inputs, end_of_job, news, save_due = None, launch.end_of_job(hp.walltime), {}, False
+    inputs, end_of_job, news, save_due, held_out_s = None, launch.end_of_job(hp.walltime), {}, False, 0.0
     profiler = timeline.Profiler(hp.profile, hp.profile_ranks, grid.world.index, grid.world.size, device, out.path / "profile")
     out.progress(step, "compile")
     while step < last:
@@ -1066,7 +1114,7 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
         counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums, balance = passes(run, m, state, step, batch, counts, inputs)
-            reason = why_stop(stop, end_of_job, times, saver)
+            reason = why_stop(stop, end_of_job, times, (2 if hp.val_every == 1 else 1) * held_out_s, saver)
             told = tell(sums, state, counts[:, 0].sum(), batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
             clock.update_begins()
             if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
@@ -1084,8 +1132,10 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
             measured |= {"tracked_peak_bytes": memory.peak, "tracked_bytes": dict(memory.at_peak)}
         WIRE.tell = None
         if hp.val_every and (step % hp.val_every == 0 or step == last):
+            began = time.perf_counter()
             out.progress(step, "eval")
             measured["val_loss"], _ = held_out_loss(blend.held_out, hp.val_rows, state, grid, m, transport, device)
+            held_out_s = max(held_out_s, time.perf_counter() - began)
             out.expert_load(step, balance.counts_LX)
             out.warn(health.chance_warning(told.loss, measured["val_loss"], m.vocab))
         measured |= out.step_ended(step, times, end_of_job)
@@ -1095,13 +1145,13 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
         if watch.skips.given_up:
             out.saved(saver.wait())  # what it writes is from before
             out.diverged(step, watch.skips)
-        # while steps are being skipped the state may be bad already: older checkpoints stay, unless this process ends
+        # while steps are being skipped the state may be bad already: it is saved only where this process ends, and nothing goes
         news, save_due = {}, save_due or told.saving or bool(hp.ckpt_every and step % hp.ckpt_every == 0)
         if step == last or told.stopping or save_due and not watch.skips.streak:
             out.progress(step, "checkpoint")
             copies.finish()
             meta = {**run.meta, "row": order.rows_before(step), "health": watch.state()}
-            news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan))), False
+            news, save_due = out.saved(saver.start(step, meta, optim.phases(state, plan), retire=not watch.skips.streak)), False
             out.progress(step, "step")
         if told.stopping:
             break
@@ -1190,7 +1240,7 @@ class Watch:
         self.skips = health.Skips(hp.skip_sigma, hp.skip_window, hp.max_skips, known.get("skips"))
         self.repeats = health.Repeats(run.order.same_rows, known.get("rows"))
         self.noise = health.Noise(known.get("noise"))
-        self.moves = health.Moves(state, run.grid, run.m) if hp.check_every and all(stage.lr for stage in run.stages) else None
+        self.moves = health.Moves(state, run.grid, run.m) if hp.check_every else None
         if hp.check_every:
             health.check_state(state, run.grid, self.m)
 
@@ -1206,8 +1256,16 @@ class Watch:
             self.skips.accepted.clear()  # other data or another batch: its loss and norm are on another level
         self.tensors.node_squared = {} if self.measures_noise(step) else None
 
-    def step_ends(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
-        """Checks what can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
+    def step_ends(self, step: int, *measured) -> dict:
+        """See check."""
+        try:
+            return self.check(step, *measured)
+        except health.CheckFailed:
+            self.run.out.progress(step, "unhealthy")
+            raise
+
+    def check(self, step: int, told: Told, counts: np.ndarray, balance: Balance, skipped: str) -> dict:
+        """What can be told after a step; returns its metrics. counts: [world, 2] targets and tokens of the step."""
         hp, m, grid, out = self.run.hp, self.run.m, self.run.grid, self.run.out
         problem = health.count_problem(balance.counts_LX, counts[:, 1].sum(), m.top_k)
         if problem := problem or self.repeats.problem(step, told.digest):
@@ -1218,7 +1276,7 @@ class Watch:
         if self.fresh and step == 1:
             out.warn(health.loss_warning(told.loss, m.vocab))
         if self.moves:
-            self.moves.accepted()
+            self.moves.accepted(rate(self.run, step - 1))
         if hp.check_every and step % hp.check_every == 0:
             health.check_state(self.tensors, grid, self.m)
         if self.measures_noise(step - 1):
@@ -1248,10 +1306,11 @@ class Clock:
                 "sent_bytes": {" ".join(key): count for key, count in (WIRE.sent - self.sent).items()}}
 
 
-def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], saver: checkpoint.Saver) -> str | None:
+def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[float], held_out_s: float,
+             saver: checkpoint.Saver) -> str | None:
     """The signal that asked for an end; or the end of the job, when it is so near that after another step there might be no time
-    for a checkpoint. times: of the steps so far, in seconds."""
-    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + saver.needs_s
+    for a checkpoint. times: of the steps so far, in seconds; held_out_s: of the held-out losses that may lie before it."""
+    needs_s = launch.JOB_MARGIN_S + 2 * max(times[-20:], default=0.0) + held_out_s + saver.needs_s
     if end_of_job and time.time() + needs_s > end_of_job:
         return stop.requested or f"the end of the job at {time.strftime('%H:%M:%S', time.localtime(end_of_job))}"
     return stop.requested

@@ -241,6 +241,14 @@ def test_a_rank_that_cannot_write_is_known_to_all_and_the_next_save_works(tmp_pa
     assert begin_0 < end_0 <= begin_1 < end_1, "with one writer, the second begins when the first has ended"
 
 
+def test_a_save_that_may_not_retire_takes_no_older_ones_place(tmp_path):
+    saver = Saver(tmp_path, alone()[1], ALONE, keep=1)
+    for step, retire in ((1, True), (2, False), (3, False)):
+        saver.start(step, {}, retire=retire)
+        assert not saver.wait().error
+    assert [checkpoint.step_of(p) for p in checkpoint.complete(tmp_path)] == [1, 2, 3]
+
+
 def test_an_old_one_goes_only_after_a_newer_one_has_been_read_back(tmp_path, monkeypatch):
     m, state = alone()
     saver = Saver(tmp_path, state, ALONE, keep=1, keep_every=4)

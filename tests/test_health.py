@@ -119,9 +119,10 @@ def test_a_row_of_skipped_steps_ends_the_run_with_its_own_code_and_an_older_chec
     assert sorted(p.name for p in (out / "ckpt").iterdir()) == ["step-00000010", "step-00000020"]
     report = (out / "diverged.txt").read_text()
     assert "step 28: loss" in report and "step 47: loss" in report and "ranks 1" in report and "ckpt/step-00000020" in report
-    again = train(here, "bad", {}, *settings, "--stop_at=23")  # the cause is gone
-    assert "resumed from out/bad/ckpt/step-00000020" in again.stdout and "skipped" not in again.stdout
-    assert lines(here, "bad")[-1]["step"] == 23
+    again = train(here, "bad", {"nan": [24]}, *settings, "--stop_at=24")  # the cause is gone, but for the last step
+    assert "resumed from out/bad/ckpt/step-00000020" in again.stdout and again.stdout.count("is skipped") == 1
+    assert lines(here, "bad")[-1]["step"] == 24
+    assert sorted(p.name for p in (out / "ckpt").iterdir()) == ["step-00000010", "step-00000020", "step-00000024"], "older ones stay"
 
 
 def range_list(first: int, last: int) -> list[int]:
@@ -208,13 +209,35 @@ def test_a_parameter_that_never_moves_is_named(stuck):
             for key, (at, values) in kept.items():
                 if key == stuck or name == stuck:
                     state.master[name].view(-1)[at : at + len(values)] = values
-        for _ in range(health.MOVED_AFTER - 1):
-            moves.accepted()
+        for lr in [1e-3, 1e-9] * (health.MOVED_AFTER - 1):
+            moves.accepted(lr)
         if not planted:
-            moves.accepted()
+            moves.accepted(1e-3)
             continue
         with pytest.raises(CheckFailed, match=f"^{stuck} did not move in 10 steps"):
-            moves.accepted()
+            moves.accepted(1e-3)
+
+
+def test_what_cannot_move_is_no_alarm():
+    """Steps that fp32 rounds away near 1.0, and the router of a single expert."""
+    m, ((grid, state), *_) = states(N=1, E=1)
+    moves = Moves(state, grid, m)
+    for _ in range(1000):
+        moves.accepted(1e-8)
+    assert "layers.0.router" in moves.names
+    alone = model.model_of("debug", layers=1, width=64, experts=1, top_k=1, groups=1, vocab=300)
+    names = Moves(parallel.init_state(alone, grid, 0, CPU), grid, alone).names
+    assert "layers.0.q_norm" in names and "layers.0.router" not in names
+
+
+def test_the_largest_of_the_smallest_steps_that_count_moves_a_norm():
+    """What MOVES_AT stands for: a few of AdamW's steps at that rate change ones in fp32, at a twentieth of it they need not."""
+    ones = torch.ones(16)
+    for lr, moved in {health.MOVES_AT: True, 5e-8: False}.items():
+        x = ones.clone()
+        for _ in range(health.MOVED_AFTER):
+            x -= lr * 0.3
+        assert bool((x != ones).all()) == moved
 
 
 def test_double_counting_is_found(monkeypatch):
@@ -271,6 +294,7 @@ def test_a_run_whose_rows_are_repeated_after_a_resume_ends_with_its_own_code(her
     launch(1, 1, "tests/faulty.py", "{}", *args, "--stop_at=6", cwd=here)
     done = launch(1, 1, "tests/faulty.py", json.dumps({"rewound": 6}), *args, cwd=here, check=False)
     assert done.returncode == EXIT_UNHEALTHY and "error: step 7 reads the rows of step 1 again" in done.stdout, done
+    assert json.loads((here / "out" / "repeats" / "progress.json").read_text())["phase"] == "unhealthy"
     assert "Traceback" not in done.stderr
 
 
@@ -292,6 +316,38 @@ def test_gradients_of_each_axis_are_compared_with_those_of_one_rank(tmp_path, no
 def one_rank():
     m = check.tiny()
     return check.measure(parallel.make_grid(0, 1, 1, 1, m, connect=False), m, "step")
+
+
+def kind_of(m: model.Model) -> str:
+    return "free" if m.group_limit >= m.top_k else "even" if m.even_groups else "limited"
+
+
+@pytest.mark.parametrize("settings, kind, groups, limit", [
+    ("", "even", 4, 1), ("--size=1t", "even", 4, 2), ("--size=1t --max_per_group=3", "limited", 4, 2),
+    ("--size=1t --max_per_group=8", "free", 4, 4), ("--size=1t --groups=8", "even", 4, 1), ("--size=15b --groups=1", "free", 1, 4),
+    ("--size=15b --top_k=4 --groups=2 --max_per_group=3", "limited", 2, 3), ("--size=15b --top_k=4 --groups=2", "even", 2, 2),
+    ("--size=15b --top_k=6", "limited", 4, 2), ("--top_k=2", "limited", 4, 2), ("--top_k=1 --aux_loss=1e-3", "free", 4, 1),
+    ("--experts=1 --top_k=1 --groups=1", "free", 1, 1), ("--top_k=3 --max_per_group=3 --replicas=2 --rows_per_step=8", "free", 4, 3)])
+def test_the_small_model_has_the_settings_kind_of_routing(settings, kind, groups, limit):
+    hp, real = check.resolved(settings.split())
+    m = check.small(real)
+    assert kind_of(real) == kind
+    assert (kind_of(m), m.groups, m.group_limit, m.experts) == (kind, groups, limit, 16)
+
+
+def test_settings_are_those_of_a_run(capsys):
+    for wrong, words in (("--dense_gather=stpe", "dense_gather=stpe: unknown"), ("--max_per_group=9", "at most 4 experts"),
+                         ("--data=nowhere", "nowhere"), ("--top_k=1", "no gradient")):
+        with pytest.raises(model.ConfigError, match=words):
+            check.main([wrong])
+    assert not capsys.readouterr().out
+
+
+def test_the_losses_that_balance_the_load_are_in_what_is_compared(one_rank):
+    m = check.tiny()
+    pushed = check.measure(parallel.make_grid(0, 1, 1, 1, m, connect=False), m, "step", aux=1.0)
+    off = {name for name, found in pushed["gradients"].items() if found[0] != pytest.approx(one_rank["gradients"][name][0], rel=1e-4)}
+    assert "layers.1.router" in off and "layers.1.experts.0.gate" not in off and "head" not in off
 
 
 def test_a_mask_that_lets_the_future_through_is_found(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import subprocess
 import sys
 
@@ -52,7 +53,47 @@ def test_a_search_prints_a_table_and_a_suggestion(here):
 
 
 @pytest.mark.parametrize("args, message", [("--from=2 --to=1", "--from=2 --to=1: give two rates"),
+                                           ("--from=abc", "--from=abc: expected a number"), ("--to=inf", "--to=inf: must be a finite"),
                                            ("--stepz=1", "--stepz=1: no such setting")])
 def test_wrong_settings_are_told_at_once(args, message, capsys):
     with pytest.raises(lr_find.ConfigError, match=message):
         lr_find.main(args.split())
+
+
+LAUNCHER = """
+import os, pathlib, signal, sys, time
+def end(number, _):
+    print("ended by", number, flush=True)
+    time.sleep(0.3)  # as a launcher whose ranks save
+    pathlib.Path("ended").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+print("ready", flush=True)
+time.sleep(0.1)
+"""
+
+
+def search_with(tmp_path, monkeypatch, rest: str):
+    """A search whose launcher is this script; beside an earlier one's results."""
+    (tmp_path / "launch.py").write_text(LAUNCHER + rest)
+    (tmp_path / "out" / "lr-find").mkdir(parents=True)
+    (tmp_path / "out" / "lr-find" / "metrics.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lr_find, "HERE", tmp_path)
+    return lr_find.ramp({"from": "1e-5", "to": "1"}, [])
+
+
+def test_the_error_that_ended_the_run_is_told_and_an_earlier_search_stays(tmp_path, monkeypatch):
+    with pytest.raises(lr_find.ConfigError, match="^the run ended with code 2: --run=lr-find: another process is training this run$"):
+        search_with(tmp_path, monkeypatch, "print('error: --run=lr-find: another process is training this run')\n"
+                                           "print('rank 0 ended with exit code 2')\nsys.exit(2)")
+    assert (tmp_path / "out" / "lr-find" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_goes_on_to_the_launcher_which_is_waited_for(tmp_path, monkeypatch, number):
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        search_with(tmp_path, monkeypatch, f"os.kill(os.getppid(), {int(number)})\ntime.sleep(60)")
+    assert ended.value.code == 128 + number and (tmp_path / "ended").exists() and signal.getsignal(number) == handler

@@ -46,6 +46,24 @@ def test_where_things_live_changes_no_bit(tmp_path, nodes, ranks, replicas, vari
         assert not [s for s in same[v] if results[f"{v}, {s}"] != resident]
 
 
+def test_a_pinned_slab_is_unregistered_once_nothing_of_it_is_left(monkeypatch):
+    calls = []
+
+    class Runtime:
+        cudaHostRegister = staticmethod(lambda at, nbytes, flags: calls.append(("register", at)) or 0)
+        cudaHostUnregister = staticmethod(lambda at: calls.append(("unregister", at)) or 0)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    arena = offload.Arena("inputs", 64 << 20, torch.device("cuda"))
+    parts = [arena.take((1000,), torch.float32) for _ in range(2)]
+    place = arena.slab.data_ptr()
+    del arena
+    parts.pop()
+    assert calls == [("register", place)], "a part is still there"
+    parts.pop()
+    assert calls == [("register", place), ("unregister", place)]
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # Copies hide behind computation
 # ------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import train
+from checkpoint import Outcome
 from launch import EXIT_CONFIG, EXIT_NOT_SAVED, EXIT_STOPPED, Place
-from model import ConfigError
+from model import ConfigError, model_of
 from safetensors.torch import load_file
 from spawn import ROOT, launch
 
@@ -76,6 +78,78 @@ def test_a_rewind_keeps_no_step_twice(tmp_path, monkeypatch):
     (out / "metrics.jsonl").write_text("".join(lines) + '{"step": 7, "lo')  # the last line is torn
     train.Output(train.Hyperparameters(run="rewind"), Place(0, 1, 0, 1, torch.device("cpu"), "gloo")).keep_metrics_before(4)
     assert (out / "metrics.jsonl").read_text() == "".join(lines[:4])
+
+
+def output(tmp_path, monkeypatch, name) -> train.Output:
+    """Of a run in tmp_path/out/<name>, open."""
+    monkeypatch.chdir(tmp_path)
+    hp = train.Hyperparameters(run=name, wandb="off", val_rows=0)
+    out = train.Output(hp, Place(0, 1, 0, 1, torch.device("cpu"), "gloo"))
+    out.lock()
+    out.open(hp, model_of("debug"), 0)
+    return out
+
+
+def test_a_full_disk_leaves_gaps_in_the_output_and_nothing_else(tmp_path, monkeypatch, capsys):
+    out, limits = output(tmp_path, monkeypatch, "full"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    out.metrics({"step": 1})
+    out.progress(1, "step")
+    used = (out.path / "log.txt").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))  # of the next line of metrics.jsonl five bytes fit, of the log's none
+    try:
+        for step in (2, 3):
+            out.log(f"step {step}")
+            out.metrics({"step": step})
+            out.progress(step, "step")
+        with pytest.raises(train.health.Diverged):
+            skips = train.health.Skips(12, 128, 1)
+            skips.judge(3, 1.0, float("nan"), [])
+            out.diverged(3, skips)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count("WARNING: out/full cannot be written ([Errno 27] File too large") == 1
+    assert json.loads((out.path / "progress.json").read_text())["step"] == 1 and (out.path / "log.txt").stat().st_size == used
+    assert (out.path / "metrics.jsonl").read_text() == '{"step": 1}\n', "no torn line"
+    out.metrics({"step": 4})
+    assert [line["step"] for line in map(json.loads, (out.path / "metrics.jsonl").read_text().splitlines())] == [1, 4]
+
+
+@pytest.mark.parametrize("text, found", [
+    ('{"step": 3, "phase": "step", "time": 12.5}', 12.5), ('{"step": 3, "phase": "checkpoint", "time": 12}', 12.0),
+    *((f'{{"phase": "{phase}", "time": 12}}', None) for phase in ("done", "stopped", "diverged", "unhealthy")),
+    ("", None), ('{"step": 3, "pha', None), ("[]", None), ("{}", None), ('{"phase": "step", "time": null}', None), (None, None)])
+def test_only_a_crash_counts_as_one_and_a_torn_progress_file_is_none(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "progress.json").write_text(text)
+    assert train.alive_before_a_crash(tmp_path / "progress.json") == found
+
+
+def test_the_end_of_a_job_is_kept_off_by_a_step_a_held_out_loss_and_a_checkpoint():
+    class Saver:
+        needs_s = 30.0
+
+    class Stop:
+        requested = None
+
+    needs_s = train.launch.JOB_MARGIN_S + 2 * 7.0 + 500.0 + 30.0
+    for spare_s, stops in ((-5, True), (5, False)):
+        reason = train.why_stop(Stop, time.time() + needs_s + spare_s, [3.0, 7.0, 5.0], 500.0, Saver)
+        assert bool(reason) == stops and (not stops or reason.startswith("the end of the job at"))
+    assert train.why_stop(Stop, None, [], 0.0, Saver) is None
+
+
+def test_a_save_that_was_asked_for_and_failed_is_asked_for_again(tmp_path, monkeypatch):
+    out = output(tmp_path, monkeypatch, "asked")
+    (out.path / "save").touch()
+    assert out.save_wanted(10) and not out.save_wanted(11), "it is on its way"
+    out.saved(Outcome(10, out.path, "disk full", "", 0.0, 0))  # an earlier one
+    assert out.asked == 11
+    out.saved(Outcome(11, out.path, "disk full", "", 0.0, 0))
+    assert not out.save_wanted(12), "not at once, in every step"
+    monkeypatch.setattr(train.time, "monotonic", lambda real=time.monotonic: real() + train.ASK_AGAIN_S)
+    assert out.save_wanted(500)
+    out.saved(Outcome(501, out.path, "", "", 0.0, 0))
+    assert not (out.path / "save").exists() and not out.save_wanted(502)
 
 
 def test_what_a_run_leaves_behind(here):
@@ -247,6 +321,7 @@ def test_every_rank_ends_with_the_same_error_at_once(here):
     ("--kv_heads=3", "--kv_heads=3: must divide the 4 query heads; nearest that do: 1, 2, 4"),
     ("--max_per_group=5", "--max_per_group=5: at most 4 experts are in a group"),
     ("--top_k=17", "--top_k=17: more than the 16 experts"),
+    ("--top_k=1", "--top_k=1: of 16 experts, but the weight of one alone is always 1"),
     ("--replicas=3", "--replicas=3: must divide the 2 nodes"),
     ("--rows_per_step=7", "--rows_per_step=7: must be rows_per_rank x 8 ranks"),
     ("--rows_per_step=16 --rows_per_rank=3", "use --rows_per_step=24 or leave out --rows_per_rank=3"),
