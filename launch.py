@@ -560,13 +560,14 @@ class Inbox:
 class Ranks:
     """The processes of one attempt on this machine."""
 
-    def __init__(self, guard: Guard, mark: str, nodes: list[str], folder: Path, pages: Path) -> None:
-        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog."""
+    def __init__(self, guard: Guard, mark: str, nodes: list[str], folder: Path, pages: Path,
+                 reserved: socket.socket | None = None) -> None:
+        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog; reserved: see reserve_port."""
         self.guard, self.mark, self.nodes, self.folder, self.pages = guard, mark, nodes, folder, pages
         self.running: dict[int, subprocess.Popen] = {}
         self.ended: dict[int, int] = {}
         self.oom_kills_before = oom_kills()
-        self.messages = tempfile.TemporaryFile()
+        self.messages, self.reserved = tempfile.TemporaryFile(), reserved
 
     def start(self, command: list[str], environments: list[dict[str, str]]) -> None:
         """Start one process per environment."""
@@ -618,6 +619,8 @@ class Ranks:
             kill_group(process.pid)
         self.poll(KILL_PATIENCE_S)
         kill_marked(self.mark)
+        if self.reserved:
+            self.reserved.close()
         self.tell()
 
     def tell(self) -> None:
@@ -648,13 +651,10 @@ class Local:
         """Raises LaunchError when there is no port for them to meet."""
         self.attempts += 1
         mark = f"{self.mark}.{self.attempts}."  # begins with the launch's
-        if sys.platform == "linux":
-            self.reserved = reserve_port(self.port)  # replaces, and so closes, that of the attempt before
-            port = self.reserved.getsockname()[1]
-        else:
-            port = meeting_port(self.port)
+        reserved = reserve_port(self.port) if sys.platform == "linux" else None
+        port = reserved.getsockname()[1] if reserved else meeting_port(self.port)
         environments = rank_environments(nodes, self.ranks_per_node, port, self.threads, mark)
-        ranks = Ranks(self.guard, mark, list(nodes), folder, Path(environment[watch.FOLDER_VAR]))
+        ranks = Ranks(self.guard, mark, list(nodes), folder, Path(environment[watch.FOLDER_VAR]), reserved)
         ranks.start(command, [e | environment for e in environments])
         return ranks
 
