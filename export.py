@@ -696,8 +696,8 @@ def zeros(count: int) -> Iterator[Tensor]:
 def flags_of(m: Model) -> list[str]:
     """The settings of train.py that make this model, from the size that needs the fewest."""
     def changed(size: str) -> list[str]:
-        return [f"--{name}={getattr(m, name):g}" if name == "rope_theta" else f"--{name}={getattr(m, name)}"
-                for name in train.MODEL_FIELDS if getattr(m, name) != getattr(SIZES[size], name)]
+        return [f"--{name}={getattr(m, name)}" for name in train.MODEL_FIELDS
+                if getattr(m, name) != getattr(SIZES[size], name)]
 
     size = min(SIZES, key=lambda size: len(changed(size)))
     return [f"--size={size}", *changed(size)]
@@ -707,8 +707,8 @@ def import_(argv: list[str]) -> int:
     s = train.parse(argv, ImportSettings)
     if not s.source or not s.run or s.run != Path(s.run).name or s.run.startswith("."):
         raise ConfigError(f"--source={s.source} --run={s.run}: give the directory to read, and a plain name for out/<run>")
-    if s.optimizer not in ("muon", "adamw"):
-        raise ConfigError(f"--optimizer={s.optimizer}: unknown; use muon or adamw")
+    if s.optimizer not in optim.OPTIMIZERS:
+        raise ConfigError(f"--optimizer={s.optimizer}: unknown; use one of {', '.join(optim.OPTIMIZERS)}")
     source, final = Directory(Path(s.source)), Path("out") / s.run
     if final.exists():
         raise ConfigError(f"--run={s.run}: {final} exists; use another name")

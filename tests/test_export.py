@@ -7,6 +7,7 @@ import math
 import random
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -277,7 +278,7 @@ def test_import_of_an_export_is_the_same_bit_for_bit(trained, exported, tokenize
 
 def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "RANK_FILE_BYTES", 4e5)
-    for optimizer in ("muon", "adamw"):
+    for optimizer in optim.OPTIMIZERS:
         export.import_directory(export.Directory(exported / "glm4_moe"), tmp_path / optimizer, optimizer, "--run")
         path = tmp_path / optimizer / "ckpt/step-00000000"
         m, source = Model(**checkpoint.read_manifest(path)["model"]), export.Masters(path)
@@ -297,11 +298,25 @@ def test_any_grid_loads_an_import_with_moments_of_zero(exported, tmp_path, monke
             assert torch.equal(state.bias_LX, source.bias_LX)
 
 
+def test_an_import_names_the_settings_that_make_its_model(exported, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(exported / "qwen3_moe", "hf")
+    config = json.loads(Path("hf/config.json").read_text())
+    for number, (optimizer, theta) in enumerate((("mano", 1234567.125), ("sophiag", 5000000))):
+        config["rope_parameters"]["rope_theta"] = theta
+        Path("hf/config.json").write_text(json.dumps(config))
+        Path("hf/SHA256SUMS").unlink(missing_ok=True)
+        assert export.main(["import", "--source=hf", f"--run={number}", f"--optimizer={optimizer}"]) == 0
+        argv = shlex.split(capsys.readouterr().out.split("train.py ")[1])
+        hp, m = train.resolve(train.parse(argv[:-1]), launch.Place(0, 1, 0, 1, CPU, "gloo"))
+        assert hp.optimizer == optimizer and m.rope_theta == theta and m == export.Directory(Path("hf")).m
+
+
 def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, capsys):
     monkeypatch.chdir(trained)
     assert checkpoint.main(["import", f"--source={exported / 'qwen3_moe'}", "--run=back"]) == 0
     command = re.search(r"go on with: python train.py (.*) --data=\.\.\.", capsys.readouterr().out)[1].split()
-    assert "--rope_theta=20000" in command and "--tokenizer=out/back/tokenizer.model" in command
+    assert "--rope_theta=20000.0" in command and "--tokenizer=out/back/tokenizer.model" in command
     assert checkpoint.main(["verify", "out/back"]) == 0
     # by the newest checkpoint of the run, and by its path in another run
     more = ["--data=text", "--steps=2", "--lr=1e-9", "--wandb=off"]
