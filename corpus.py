@@ -80,9 +80,9 @@ def _user_files(data: str) -> list[Path]:
             continue
         seen.add(real)
         for p in (Path(place) / name for name in names):
-            if p.is_symlink() and not p.exists() and (input_kind(p) or not p.suffix):        # without a suffix: a directory, perhaps
-                raise ConfigError(f"--data={data!r}: {str(p)!r} is a link to {os.readlink(p)!r}, which is not there. Restore that, "
-                                  f"or delete the link.")
+            if p.is_symlink() and not p.exists() and (input_kind(p) or not p.suffix):  # no suffix: a directory, perhaps
+                raise ConfigError(f"--data={data!r}: {str(p)!r} is a link to {os.readlink(p)!r}, which is not there. "
+                                  f"Restore that, or delete the link.")
             found += [p] if input_kind(p) and p.is_file() else []
     return sorted(found)
 

@@ -685,9 +685,12 @@ def questions(found: list[Passage], limit: int, choices: int, rng: np.random.Gen
 
 
 COMMANDS = {"loss": loss, "sample": sample, "task": task, "harness": harness}
+SETTINGS = {"loss": LossSettings, "sample": SampleSettings, "task": TaskSettings, "harness": HarnessSettings}
 
 
 def main(argv: list[str]) -> int:
+    if "--help" in argv:
+        return export.show_help(__doc__, SETTINGS, argv)
     if not argv or argv[0] not in COMMANDS:
         given = repr(argv[0]) if argv else "no command"
         raise ConfigError(f"{given}: write `eval.py loss`, `sample`, `task` or `harness`, then settings as --name=value")

@@ -574,8 +574,8 @@ class Directory:
                 raise ConfigError(f"{self.path} {what} {len(names)} tensors: {some}")
         for name, shape in expected.items():
             if name not in names_in[self.where[name]]:
-                raise ConfigError(f"{self.path}: {name} is not in {self.where[name]}, where model.safetensors.index.json has it; copy "
-                                  "the index again")
+                raise ConfigError(f"{self.path}: {name} is not in {self.where[name]}, where model.safetensors.index.json has it; "
+                                  "copy the index again")
             found = self.files[self.where[name]].get_slice(name)
             if tuple(found.get_shape()) != shape:
                 raise ConfigError(f"{self.path}: {name} is {list(found.get_shape())}, its config.json says {list(shape)}")
@@ -608,8 +608,8 @@ class Directory:
             raise ConfigError(f"{file} cannot be read: {error}") from None
         for number, line in enumerate(lines, 1):
             if not (parts := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)):  # *: sha256sum --binary
-                raise ConfigError(f"{file}: line {number} is not a checksum, two spaces and a file name; delete the line, or write "
-                                  "the file anew with sha256sum")
+                raise ConfigError(f"{file}: line {number} is not a checksum, two spaces and a file name; delete the line, or "
+                                  "write the file anew with sha256sum")
             found[os.path.normpath(parts[2])] = parts[1].lower()
         return found
 
@@ -736,10 +736,21 @@ def check(argv: list[str]) -> int:
     return launch.EXIT_OK
 
 
+def show_help(doc: str, settings: dict[str, type], argv: list[str]) -> int:
+    """Prints a program's docstring and the settings, with defaults, of the command in argv, or of all commands."""
+    print(doc)
+    for command in argv[:1] if argv[0] in settings else settings:
+        print(f"{command}:\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(settings[command])))
+    return launch.EXIT_OK
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {"export": export, "import": import_, "check": check}
+SETTINGS = {"export": ExportSettings, "import": ImportSettings, "check": CheckSettings}
 
 
 def main(argv: list[str]) -> int:
+    if "--help" in argv:
+        return show_help(__doc__, SETTINGS, argv)
     if not argv or argv[0] not in COMMANDS:
         given = repr(argv[0]) if argv else "no command"
         raise ConfigError(f"{given}: write `export.py export`, `import` or `check`, then settings as --name=value")

@@ -541,6 +541,18 @@ def test_a_config_with_the_keys_of_newer_and_older_writers_is_read(exported):
     assert export.model_of_config(newer, Path("c"))[1] == export.model_of_config(older, Path("c"))[1] == want
 
 
+def test_help_names_every_setting(capsys):
+    for main, doc, argv, shown, hidden in (
+            (export.main, export.__doc__, ["--help"], ["--shard_gb=5.0", "--optimizer=muon", "check:\n  --source="], []),
+            (checkpoint.main, export.__doc__, ["export", "--help"], ["--architecture=auto", "--dtype=bfloat16"], ["--optimizer=muon"]),
+            (export.main, export.__doc__, ["import", "--run=x", "--help"], ["--optimizer=muon"], ["--shard_gb=5.0"]),
+            (ev.main, ev.__doc__, ["--help"], ["--fit_tokens=33554432", "--top_p=0.95", "--choices=4", "--out="], []),
+            (ev.main, ev.__doc__, ["sample", "--help"], ["--top_p=0.95", "--run=debug"], ["--choices=4"])):
+        assert main(argv) == 0
+        out = capsys.readouterr().out.split(doc)[1]
+        assert all(text in out for text in shown) and not any(text in out for text in hidden)
+
+
 @pytest.mark.parametrize("argv, said", [
     ([], "no command: write"), (["exprot"], "'exprot': write"),
     (["export", "--run=nowhere"], "--run=nowhere: no finished checkpoint"),
