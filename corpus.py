@@ -908,6 +908,14 @@ def check_numbers(*settings: tuple) -> None:
                               f"{'' if name == 'seed' else ' and below 2^31'}.")
 
 
+def make_directory(cache) -> None:
+    try:
+        Path(cache).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
+                          "another directory, or make it writable (data.py prepare takes --cache).") from None
+
+
 def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, encoder: str = "auto", out: str = "") -> Path:
     """The token stage: the finished token set of these settings, built where it is missing; `data` itself where it names
     token shards already (see `describe`).
@@ -918,12 +926,8 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         raise ConfigError(f"--encoder={encoder!r}: choose one of {', '.join(KINDS)}.")
     check_numbers(("vocab", vocab, 1), ("workers", workers, 0))
     check_source(data, tokenizer)
+    make_directory(cache)
     cache = Path(cache)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
-                          "another directory, or make it writable (data.py prepare takes --cache).") from None
     given, model = read_tokenizer(tokenizer)
     if given and (pieces := model.vocab_size()) > vocab:
         raise ConfigError(f"--vocab={vocab} is less than the {pieces} pieces of --tokenizer={tokenizer!r}. "

@@ -47,7 +47,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from corpus import SUFFIXES, check_numbers, check_source, describe, read_tokenizer, tokenize, tokenizer_of_texts
+from corpus import SUFFIXES, check_numbers, check_source, describe, make_directory, read_tokenizer, tokenize, tokenizer_of_texts
 from errors import ConfigError
 from order import (BALANCE, BLOCK_STEPS, LINEAR_TOKENS, Order, Source, Stage, balanced, blend, cost_keys, dealt, exact_weight,
                    integer_weights, shuffled, split_tree)
@@ -323,14 +323,6 @@ def pack_tokens(cache: Path, tokens, tokenizer: str, seq_len: int, vocab: int, s
 # ---------------------------------------------------------------------------------------------------------------------
 # From --data to rows
 # ---------------------------------------------------------------------------------------------------------------------
-
-def make_directory(cache: str) -> None:
-    try:
-        Path(cache).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{cache!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
-                          "another directory, or make it writable (data.py prepare takes --cache).") from None
-
 
 def parse_blend(data: str) -> list[tuple[str, str]]:
     """[(weight, source), ...] of --data: one source, or weights and sources in turn, quoted as in a shell. What exists as a

@@ -46,7 +46,7 @@ import optim
 import train
 from model import SIZES, ConfigError, Model, model_of, param_shapes
 from parallel import OWNERSHIP, make_buckets, make_grid, pieces
-from shards import file_sha256
+from shards import file_sha256, write_synced
 from tokenizer import BPE, BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED, load_model, model_settings, wire
 
 
@@ -406,17 +406,11 @@ def export_checkpoint(path: Path, out: Path, tokenizer: bytes, dtype: str = "bfl
         if kind == "nano1t":
             files[OWN_CODE.name] = OWN_CODE.read_text()
         for name, content in files.items():
-            write_synced(tmp / name, content)
+            write_synced(tmp / name, content.encode() if isinstance(content, str) else content)
             sums[name] = file_sha256(tmp / name)
-        write_synced(tmp / "SHA256SUMS", "".join(f"{digest}  {name}\n" for name, digest in sums.items()))  # for sha256sum -c
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+        write_synced(tmp / "SHA256SUMS", lines.encode())  # for sha256sum -c
     return kind
-
-
-def write_synced(path: Path, content: str | bytes):
-    with open(path, "wb") as f:
-        f.write(content.encode() if isinstance(content, str) else content)
-        f.flush()
-        os.fsync(f.fileno())
 
 
 def run_tokenizer(manifest: dict, moved_data: str, moved_tokenizer: str, path: Path) -> bytes:

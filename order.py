@@ -132,6 +132,9 @@ def counts(n: int, tree: Node) -> dict[int, int]:
 # ------------------------------------------------------------------------------------------------------------------
 
 
+INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # splitmix64's: 2^64 over the golden ratio
+
+
 def mix(x: np.ndarray) -> np.ndarray:
     """u64 [...] -> u64 [...]: a bijection, every input bit reaches every output bit (splitmix64's finalizer)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -139,11 +142,16 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def splitmix(x: np.ndarray) -> np.ndarray:
+    """u64 [...] -> u64 [...]: splitmix64 with its increment, so that 0 is mixed, too."""
+    return mix(x + INCREMENT)
+
+
 def hashed(*numbers: int) -> np.ndarray:
     """u64 [1]: a random-looking function of whole numbers and of their order."""
     h = np.zeros(1, np.uint64)
     for number in numbers:
-        h = mix((h + np.uint64(0x9E3779B97F4A7C15)) ^ np.array([number % 2**64], np.uint64))
+        h = mix((h + INCREMENT) ^ np.array([number % 2**64], np.uint64))
     return h
 
 

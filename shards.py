@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from errors import ConfigError
+from order import splitmix
 
 FORMAT = 2                       # raise it when any stage would write other bytes for the same inputs
 SPLITS = ("train", "val")
@@ -352,10 +353,10 @@ def held_out(shards: Shards) -> np.ndarray:
         first, last = shards.first_shard[n], shards.first_shard[n + 1]
         for at in range(first, last, 1 << 18):
             begin_N, length_N = shards.start_N[at:min(last, at + (1 << 18))], shards.lengths_N[at:min(last, at + (1 << 18))]
-            hash_N = _mix(length_N.astype(np.uint64))
+            hash_N = splitmix(length_N.astype(np.uint64))
             for k in range(32):
                 inside_N = k < length_N
-                hash_N[inside_N] = _mix(hash_N[inside_N] ^ tokens[begin_N[inside_N] + k].astype(np.int64).astype(np.uint64))
+                hash_N[inside_N] = splitmix(hash_N[inside_N] ^ tokens[begin_N[inside_N] + k].astype(np.int64).astype(np.uint64))
             parts.append(hash_N)
     hash_N = _joined(parts, np.uint64)
     held_N = hash_N < np.uint64(HELD_OUT * 2**64)
@@ -365,14 +366,6 @@ def held_out(shards: Shards) -> np.ndarray:
             raise ConfigError(f"{str(shards.path)!r} holds {len(hash_N)} documents and no two different ones, so nothing can be "
                               f"held out for validation. Give different documents.")
     return held_N
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """u64 [...] -> u64 [...]: splitmix64 with its increment."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -510,7 +510,8 @@ def test_token_sets_in_a_blend(two, small, tmp_path):
     ("nan {a} 2 {b}", "weight nan"), ("0 {a} 0 {b}", "all 0"), ("7 {a} 3 nowhere.txt", "--data='nowhere.txt' does not exist"),
     ("{a} 7 {b} 3", "weight .*a.jsonl is not"), ("1e99999999 {a} 1 {b}", "an exponent beyond"),
     ("my nots.jsonl", "--data='my nots.jsonl' does not exist, and is no blend: weight my is not a finite number"),
-    ("all my nots.jsonl", "'all my nots.jsonl' does not exist, and is no blend: weight all is not"), ("7 {a} 3", "3 words"), ("7 'x 3 {b}", "quot"),
+    ("all my nots.jsonl", "'all my nots.jsonl' does not exist, and is no blend: weight all is not"),
+    ("7 {a} 3", "3 words"), ("7 'x 3 {b}", "quot"),
     ("7 {a} 3 {c}", "hold the same text"),
     ("nowhere.txt", "--data='nowhere.txt' does not exist")])
 def test_bad_blends(tmp_path, monkeypatch, spec, words):

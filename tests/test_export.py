@@ -449,7 +449,8 @@ def test_an_index_that_names_another_file_is_refused(exported, tmp_path):
     first, last = min(where.values()), max(where.values())
     for change, said in (({"model.embed_tokens.weight": last}, f"model.embed_tokens.weight is not in {last}, where"),
                          ({"model.embed_tokens.weight": ""}, "hf is missing or damaged"),
-                         ({"model.embed_tokens.weight": 3}, "its weight_map does not give"), ([first], "its weight_map does not")):
+                         ({"model.embed_tokens.weight": 3}, "its weight_map does not give"),
+                         ([first], "its weight_map does not give")):
         file.write_text(json.dumps({"weight_map": where | change if isinstance(change, dict) else change}))
         with pytest.raises(ConfigError, match=said):
             export.Directory(tmp_path / "hf")
@@ -516,7 +517,8 @@ def test_a_damaged_checkpoint_is_not_exported(trained, tokenizer, tmp_path):
     ("glm4_moe", {"rope_parameters": None, "partial_rotary_factor": None}, "on 0.5 of each head"),
     ("qwen3_moe", {"hidden_size": "32"}, "config.json: hidden_size is '32', where a whole number belongs"),
     ("qwen3_moe", {"hidden_size": "64", "head_dim": None}, "hidden_size is '64', where"),
-    ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "--heads=0"), ("qwen3_moe", {"vocab_size": 300.5}, "vocab_size is"),
+    ("qwen3_moe", {"num_attention_heads": 0, "head_dim": None}, "--heads=0"),
+    ("qwen3_moe", {"vocab_size": 300.5}, "vocab_size is 300.5"),
     ("qwen3_moe", {"num_experts": True}, "num_experts is True"), ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type is"),
     ("qwen3_moe", {"rope_parameters": "plain"}, "rope_parameters is 'plain', where an object belongs"),
     ("qwen3_moe", {"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta is '1e4', where a finite number above 0"),
@@ -544,7 +546,7 @@ def test_a_config_with_the_keys_of_newer_and_older_writers_is_read(exported):
 def test_help_names_every_setting(capsys):
     for main, doc, argv, shown, hidden in (
             (export.main, export.__doc__, ["--help"], ["--shard_gb=5.0", "--optimizer=muon", "check:\n  --source="], []),
-            (checkpoint.main, export.__doc__, ["export", "--help"], ["--architecture=auto", "--dtype=bfloat16"], ["--optimizer=muon"]),
+            (checkpoint.main, export.__doc__, ["export", "--help"], ["--architecture=auto", "--dtype=bfloat16"], ["--optimiz"]),
             (export.main, export.__doc__, ["import", "--run=x", "--help"], ["--optimizer=muon"], ["--shard_gb=5.0"]),
             (ev.main, ev.__doc__, ["--help"], ["--fit_tokens=33554432", "--top_p=0.95", "--choices=4", "--out="], []),
             (ev.main, ev.__doc__, ["sample", "--help"], ["--top_p=0.95", "--run=debug"], ["--choices=4"])):

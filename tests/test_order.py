@@ -48,7 +48,8 @@ def test_weights_beyond_the_resolution_are_rounded_and_none_vanishes():
 @pytest.mark.parametrize("weights, words", [(["-1", "2"], "weight -1 is negative"), (["nan", "1"], "weight nan is not a finite"),
                                             ([float("inf"), 1], "not a finite"), (["x", "1"], "weight x"),
                                             (["1/0", "1"], "weight 1/0"), (["1e99999999", "1"], "weight 1e99999999 has an exp"),
-                                            (["1", "1E-99_999_999"], "an exponent beyond"), (["1e", "1"], "weight 1e is not"), ([0, "0.0"], "are all 0")])
+                                            (["1", "1E-99_999_999"], "an exponent beyond"), (["1e", "1"], "weight 1e is not"),
+                                            ([0, "0.0"], "are all 0")])
 def test_bad_weights(weights, words):
     with pytest.raises(ConfigError, match=words):
         order.integer_weights(weights)
