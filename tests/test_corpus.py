@@ -508,9 +508,10 @@ def test_odd_text_is_handled_and_counted(tmp_path):
 # ---- runs that end early --------------------------------------------------------------------------------------------
 
 def stamps(folder: Path) -> set:
-    """(inode, time) of every shard below a folder: a part that is made again gets others."""
-    return {(s.st_ino, s.st_mtime_ns) for p in folder.rglob("*.bin") for s in [p.stat()] if ".vm" not in p.name and
-            p.name.count(".") in (1, 3)}
+    """(inode, time) of every finished shard below a folder: a part that is made again gets others. Of a run that was killed, those
+    of parts that have their note, which is written last."""
+    return {(s.st_ino, s.st_mtime_ns) for p in folder.rglob("*.bin") for s in [p.stat()]
+            if p.name.count(".") == 1 or p.with_name(p.name.rsplit(".", 2)[0] + ".json").is_file()}
 
 
 def fails_after(monkeypatch, n: int) -> None:
