@@ -316,7 +316,7 @@ def test_an_import_is_evaluated_and_trained_on(trained, exported, monkeypatch, c
     monkeypatch.chdir(trained)
     assert checkpoint.main(["import", f"--source={exported / 'qwen3_moe'}", "--run=back"]) == 0
     command = re.search(r"go on with: python train.py (.*) --data=\.\.\.", capsys.readouterr().out)[1].split()
-    assert "--rope_theta=20000" in command and "--tokenizer=out/back/tokenizer.model" in command
+    assert "--rope_theta=20000.0" in command and "--tokenizer=out/back/tokenizer.model" in command
     assert checkpoint.main(["verify", "out/back"]) == 0
     # by the newest checkpoint of the run, and by its path in another run
     more = ["--data=text", "--steps=2", "--lr=1e-9", "--wandb=off"]
