@@ -22,7 +22,7 @@ from torch import Tensor
 
 import model
 from model import Model
-from parallel import Grid, State, exchange, pieces, share_texts
+from parallel import LONGEST_MESSAGE, Grid, State, exchange, pieces, share_texts
 
 
 class Diverged(RuntimeError):
@@ -140,7 +140,7 @@ def suspects(losses: np.ndarray, token_norms: np.ndarray, squared_norms: np.ndar
 
 def agree(problem: str, grid: Grid, device: torch.device):
     """Raises CheckFailed on all ranks if any has a problem, with the first one's. All ranks call it."""
-    for rank, text in enumerate(share_texts(problem, grid, device)):
+    for rank, text in enumerate(share_texts(problem[:LONGEST_MESSAGE], grid, device)):
         if text:
             raise CheckFailed(f"rank {rank}: {text}")
 

@@ -924,13 +924,20 @@ def exchange(values: list[float], grid: Grid, device: torch.device) -> np.ndarra
     return all_gather(sent, grid.world, "scalars").wait().cpu().numpy()
 
 
+LONGEST_MESSAGE = 2000  # characters of what a rank says that went wrong there
+
+
 def share_texts(text: str, grid: Grid, device: torch.device) -> list[str]:
-    """Every rank's text on every rank, cut to 2,000 bytes."""
-    sent = torch.zeros(2000, dtype=torch.uint8)
-    content = torch.tensor(list(text.encode()[:2000]), dtype=torch.uint8)
-    sent[: len(content)] = content
+    """Every rank's text on every rank: the lengths, then all filled up to the longest. For short texts, rarely: names of files that
+    are not UTF-8 come through."""
+    content = text.encode(errors="surrogatepass")
+    length = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    lengths = all_gather(length, grid.world, "texts").wait().flatten().tolist()
+    if not max(lengths):
+        return [""] * len(lengths)
+    sent = torch.frombuffer(bytearray(content.ljust(max(lengths), b"\0")), dtype=torch.uint8)
     received = all_gather(sent.to(device), grid.world, "texts").wait().cpu().numpy()
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in received]
+    return [row[:n].tobytes().decode(errors="surrogatepass") for row, n in zip(received, lengths)]
 
 
 def patient_group(grid: Grid):
@@ -956,7 +963,7 @@ def together(action: Callable, grid: Grid, device: torch.device):
     try:
         result = action()
     except ConfigError as error:
-        failure = str(error)
+        failure = str(error)[:LONGEST_MESSAGE]
     for rank, message in enumerate(share_texts(failure, grid, device)):
         if message:
             raise ConfigError(f"rank {rank}: {message}" if rank else message)

@@ -498,8 +498,9 @@ def declared(hp: Hyperparameters, stages: list[dict] | None = None) -> list[Stag
             if kind is None:
                 raise ConfigError(f"{where}: {name} is not a setting of a stage; they are {', '.join(Stage.__annotations__)}")
             if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind) or (
-                    kind is not str and not value >= 0):
-                raise ConfigError(f"{where}: {name}={value!r} must be {'a text' if kind is str else 'a number, zero or more'}")
+                    kind is not str and not 0 <= value < math.inf):
+                allowed = "a text" if kind is str else "a number, zero or more and finite"
+                raise ConfigError(f"{where}: {name}={value!r} must be {allowed}")
         found.append(dataclasses.replace(found[-1], **said))
         if found[-1].from_step <= found[-2].from_step:
             raise ConfigError(f"{where}: from_step={found[-1].from_step} must be above {found[-2].from_step}, the stage before's")
@@ -678,6 +679,7 @@ class Output:
     def log(self, text: str, console: bool = True):
         if not self.active:
             return
+        text = printable(text)
         if console:
             print(text, flush=True)
         if self.log_file:
@@ -828,6 +830,11 @@ def step_of(line: str) -> float:
         return math.inf
 
 
+def printable(text: str) -> str:
+    """With what is not UTF-8 in the name of a file written as an escape."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def git_state() -> str:
     """Commit and whether files differ from it; 'unknown' outside a checkout or without git."""
     try:
@@ -842,7 +849,8 @@ def start_wandb(hp: Hyperparameters, path: Path):
     import wandb
 
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False, verify=False) else "offline")
-    return wandb.init(project="nano1t", name=hp.run, id=None, dir=path, config=asdict(hp), mode=mode,
+    config = {name: printable(value) if isinstance(value, str) else value for name, value in asdict(hp).items()}
+    return wandb.init(project="nano1t", name=printable(hp.run), id=None, dir=path, config=config, mode=mode,
                       settings=wandb.Settings(silent=True, console="off"))
 
 

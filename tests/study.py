@@ -10,6 +10,7 @@ steps and seconds to a loss that every run reaches, and the held-out loss at the
 seed decides the weights, the rows and which of them are held out, so losses are compared seed by seed with the first line's.
 """
 
+import argparse
 import json
 import math
 import os
@@ -105,8 +106,14 @@ def routing(limits: list[int], lr: float, seeds: int, steps: int):
 
 
 def main(argv: list[str]) -> int:
-    options = {"seeds": "3", "steps": "80", "only": ""} | dict(arg.removeprefix("--").split("=", 1) for arg in argv)
-    seeds, steps, only = int(options["seeds"]), int(options["steps"]), options["only"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3, help="of each cell (default 3)")
+    parser.add_argument("--steps", type=int, default=80, help="of each run (default 80)")
+    parser.add_argument("--only", default="", choices=["", *OPTIMIZERS, *map(str, ROUTING)], help="one optimizer, or one max_per_group")
+    options = parser.parse_args(argv)
+    if min(options.seeds, options.steps) < 1:
+        parser.error("--seeds and --steps must be at least 1")
+    seeds, steps, only = options.seeds, options.steps, options.only
     (ROOT / "data").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as here:
         (Path(here) / "data").symlink_to(ROOT / "data")  # the prepared corpus is kept

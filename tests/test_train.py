@@ -94,6 +94,8 @@ def test_a_full_disk_leaves_gaps_in_the_output_and_nothing_else(tmp_path, monkey
     out, limits = output(tmp_path, monkeypatch, "full"), resource.getrlimit(resource.RLIMIT_FSIZE)
     out.metrics({"step": 1})
     out.progress(1, "step")
+    out.log("--data=texts\udcff")
+    assert "--data=texts\\udcff\n" in capsys.readouterr().out and (out.path / "log.txt").read_text().endswith("=texts\\udcff\n")
     used = (out.path / "log.txt").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))  # of the next line of metrics.jsonl five bytes fit, of the log's none
     try:
@@ -441,7 +443,9 @@ def test_rows_per_step_stay_unless_a_block_ends(here):
     ('[{"from_step": 0, "lr": 1}]', "must be above 0"), ('[{"from_step": 130, "lr": 1}]', "nearest are steps 128 and 256"),
     ('[{"from_step": 128, "data": "nowhere"}]', "nowhere' does not exist"),
     ('[{"from_step": 128, "schedule": "up"}]', "schedule=up"),
-    ('[{"from_step": 128, "seq_len": 1}]', "seq_len=1"), ('[{"from_step": 128, "lr": NaN}]', "lr=nan")])
+    ('[{"from_step": 128, "seq_len": 1}]', "seq_len=1"), ('[{"from_step": 128, "lr": NaN}]', "lr=nan"),
+    ('[{"from_step": 128, "lr": Infinity}]', "lr=inf must be a number, zero or more and finite"),
+    ('[{"from_step": 128, "final_lr": -1}]', "final_lr=-1")])
 def test_bad_stages(tmp_path, stages, words):
     (tmp_path / "s.json").write_text(stages)
     hp = train.parse([f"--stages={tmp_path}/s.json"])

@@ -307,6 +307,8 @@ def failing_save(where, out: Path, options: dict):
         saver.start(step, {})
         messages.append(saver.wait().error)
     (out / f"messages.{where.rank}").write_text(json.dumps(messages))
+    texts = [parallel.share_texts(text, grid, where.device) for text in ("", "long\udcff " * (1 + 3000 * where.rank))]
+    assert texts == [["", ""], ["long\udcff ", "long\udcff " * 3001]], "of any length, and of any bytes"
 
 
 def drawn_state(m, grid, seed: int) -> parallel.State:
