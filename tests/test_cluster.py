@@ -231,6 +231,17 @@ def test_a_request_to_stop_travels_as_usr1(tmp_path):
     assert step.codes() == {3: -9}
 
 
+def test_a_script_can_be_read_where_there_is_no_scheduler(bare, monkeypatch, capsys):
+    monkeypatch.chdir(bare)
+    command = ["--scheduler=auto", "--site=polaris", "--nodes", "2", "--", str(ROOT / "train.py")]
+    assert launch.main(["--dry", *command]) == 0
+    assert "#PBS -l select=2\n" in capsys.readouterr().out and not list(bare.iterdir())
+    assert launch.main(command) == EXIT_CONFIG
+    assert "there is no qsub on the PATH" in capsys.readouterr().err
+    options, _ = launch.parse(["--site=laptop", "--nodes", "2", *command[-2:]])
+    assert launch.place_of(options, command) == ("none", cluster.SITES["laptop"])
+
+
 def test_more_nodes_than_the_allocation_has(bare, monkeypatch, capsys):
     monkeypatch.setenv("PBS_JOBID", "7")
     (bare / "nodes").write_text("a\nb\n")

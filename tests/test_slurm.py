@@ -365,7 +365,7 @@ def test_ranks_that_mpiexec_starts_meet(pbs, tmp_path):
     script = tmp_path / "child.py"
     script.write_text("import launch, os, sys, torch, torch.distributed as dist\n"
                       "def main(argv):\n    where = launch.place()\n    launch.setup(where)\n    x = torch.tensor([where.rank + 1.0])\n"
-                      "    dist.all_reduce(x)\n    print(x.item(), flush=True)\nsys.exit(launch.run(main))\n")
+                      "    dist.all_reduce(x)\n    os.write(1, f'{x.item()}\\n'.encode())\nsys.exit(launch.run(main))\n")
     done = subprocess.run([sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "1", "--no-node-check", "--", script],
                           cwd=tmp_path, env=pbs | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=90)
