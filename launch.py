@@ -547,14 +547,14 @@ class Inbox:
 class Ranks:
     """The processes of one attempt on this machine."""
 
-    def __init__(self, guard: Guard, mark: str, folder: Path, pages: Path) -> None:
-        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog."""
+    def __init__(self, guard: Guard, mark: str, folder: Path, pages: Path, reserved: socket.socket | None = None) -> None:
+        """mark: of all its processes; folder: takes the ranks' ends; pages: of the watchdog; reserved: see reserve_port."""
         self.guard, self.mark, self.folder, self.pages = guard, mark, folder, pages
         self.node_of: dict[int, str] = {}
         self.running: dict[int, subprocess.Popen] = {}
         self.ended: dict[int, int] = {}
         self.oom_kills_before = oom_kills()
-        self.messages = tempfile.TemporaryFile()
+        self.messages, self.reserved = tempfile.TemporaryFile(), reserved
 
     def start(self, command: list[str], environments: list[dict[str, str]]) -> None:
         """Start one process per environment."""
@@ -607,6 +607,8 @@ class Ranks:
             kill_group(process.pid)
         self.poll(KILL_PATIENCE_S)
         kill_marked(self.mark)
+        if self.reserved:
+            self.reserved.close()
         self.tell()
 
     def tell(self) -> None:
@@ -628,8 +630,6 @@ class Ranks:
 class Local:
     """Starts ranks on this machine, whose nodes are simulated: node0, node1, ..."""
 
-    reserved: socket.socket | None = None  # of the attempt's port
-
     def __init__(self, nodes: int, ranks_per_node: int, port: int | None, threads: int | None, guard: Guard, mark: str) -> None:
         self.names, self.ranks_per_node = [f"node{n}" for n in range(nodes)], ranks_per_node
         self.port, self.threads, self.guard, self.mark, self.attempts = port, threads, guard, mark, 0
@@ -640,21 +640,14 @@ class Local:
     def unusable(self) -> dict[str, str]:
         return {}
 
-    def close(self) -> None:
-        if self.reserved:
-            self.reserved.close()
-
     def start(self, nodes: list[str], command: list[str], environment: dict[str, str], folder: Path) -> Ranks:
         """Raises LaunchError when there is no port for them to meet."""
         self.attempts += 1
         mark = f"{self.mark}.{self.attempts}."  # begins with the launch's
-        if sys.platform == "linux":
-            self.reserved = reserve_port(self.port)  # replaces, and so closes, that of the attempt before
-            port = self.reserved.getsockname()[1]
-        else:
-            port = meeting_port(self.port)
+        reserved = reserve_port(self.port) if sys.platform == "linux" else None
+        port = reserved.getsockname()[1] if reserved else meeting_port(self.port)
         environments = rank_environments(nodes, self.ranks_per_node, port, self.threads, mark)
-        ranks = Ranks(self.guard, mark, folder, Path(environment[watch.FOLDER_VAR]))
+        ranks = Ranks(self.guard, mark, folder, Path(environment[watch.FOLDER_VAR]), reserved)
         ranks.start(command, [e | environment for e in environments])
         return ranks
 
@@ -766,8 +759,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if scheduler == "none":
             local = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
-            with contextlib.closing(local):
-                return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)
+            return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)
         starter = cluster.starter(scheduler, site, options, mark)
         with cluster.chained(scheduler, options, command) as chain:
             cluster.prepare(starter, options, command)

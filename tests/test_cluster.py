@@ -219,8 +219,9 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
 
 
 def test_a_request_to_stop_travels_as_usr1(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: exit(5))\n"
-                                "print(flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", "import signal\nwanted = {signal.SIGUSR1, signal.SIGTERM}\n"
+                                "signal.pthread_sigmask(signal.SIG_BLOCK, wanted)\nprint(flush=True)\n"
+                                "exit(5 if signal.sigwait(wanted) == signal.SIGUSR1 else 6)"], stdout=subprocess.PIPE)
     process.stdout.readline()
     step = cluster.Step(None, process, ["a"], tmp_path, "mark", "")
     assert not step.poll(0)

@@ -25,7 +25,8 @@ TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16"
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5"]
 TORTURE = ["--run=two words", "it's", 'say "x"', "$HOME", "`id`", "a\nb", "", "größe=✓", "--", "*", "\\n", "#SBATCH --nodes=9"]
 LAUNCH, TRAIN = ROOT / "launch.py", ROOT / "train.py"
-NAP = "import json, os, sys, time\nopen(sys.argv[2] + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+NAP = "import json, os, sys, time\nopen(sys.argv[2] + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+NAP += "while True:\n    time.sleep(0.1)\n"  # a signal that comes between two naps is seen after the next
 NOTE = "import json, os, sys\nopen(__file__ + os.environ['RANK'], 'w').write(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
 
 
