@@ -717,8 +717,13 @@ def supervision(options: argparse.Namespace, command: list[str], folder: Path, p
 def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster.Site] | int:
     """(scheduler of the allocation that this is, its site), or the exit code of a job's submission. Fills in what options leave
     to the place. Raises LaunchError."""
-    scheduler, inside = cluster.detect(options.scheduler, submitting=options.nodes is not None)
-    site = cluster.site_of(options)
+    site, asked, named = cluster.site_of(options), options.scheduler, options.nodes is not None
+    if asked == "auto" and named:
+        asked = site.scheduler
+    if options.dry and asked in ("slurm", "pbs"):
+        scheduler, inside = asked, False  # its script can be read anywhere
+    else:
+        scheduler, inside = cluster.detect(asked, submitting=named)
     if scheduler != "none" and not inside:
         options.nodes = options.nodes or 1
         return cluster.submit(scheduler, site, options, argv)

@@ -219,8 +219,9 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
 
 
 def test_a_request_to_stop_travels_as_usr1(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "import signal, time\nsignal.signal(signal.SIGUSR1, lambda *_: exit(5))\n"
-                                "print(flush=True)\ntime.sleep(60)"], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", "import signal\nwanted = {signal.SIGUSR1, signal.SIGTERM}\n"
+                                "signal.pthread_sigmask(signal.SIG_BLOCK, wanted)\nprint(flush=True)\n"
+                                "exit(5 if signal.sigwait(wanted) == signal.SIGUSR1 else 6)"], stdout=subprocess.PIPE)
     process.stdout.readline()
     step = cluster.Step(None, process, ["a"], tmp_path, "mark", "")
     assert not step.poll(0)
@@ -229,6 +230,17 @@ def test_a_request_to_stop_travels_as_usr1(tmp_path):
     process.stdout.close()
     (tmp_path / "exit-3.json").write_text(json.dumps({"rank": 3, "code": -9}))
     assert step.codes() == {3: -9}
+
+
+def test_a_script_can_be_read_where_there_is_no_scheduler(bare, monkeypatch, capsys):
+    monkeypatch.chdir(bare)
+    command = ["--scheduler=auto", "--site=polaris", "--nodes", "2", "--", str(ROOT / "train.py")]
+    assert launch.main(["--dry", *command]) == 0
+    assert "#PBS -l select=2\n" in capsys.readouterr().out and not list(bare.iterdir())
+    assert launch.main(command) == EXIT_CONFIG
+    assert "there is no qsub on the PATH" in capsys.readouterr().err
+    options, _ = launch.parse(["--site=laptop", "--nodes", "2", *command[-2:]])
+    assert launch.place_of(options, command) == ("none", cluster.SITES["laptop"])
 
 
 def test_more_nodes_than_the_allocation_has(bare, monkeypatch, capsys):

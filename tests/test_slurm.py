@@ -25,7 +25,8 @@ TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16"
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5"]
 TORTURE = ["--run=two words", "it's", 'say "x"', "$HOME", "`id`", "a\nb", "", "größe=✓", "--", "*", "\\n", "#SBATCH --nodes=9"]
 LAUNCH, TRAIN = ROOT / "launch.py", ROOT / "train.py"
-NAP = "import json, os, sys, time\nopen(sys.argv[2] + os.environ['RANK'], 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+NAP = "import json, os, sys, time\nopen(sys.argv[2] + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+NAP += "while True:\n    time.sleep(0.1)\n"  # a signal that comes between two naps is seen after the next
 NOTE = "import json, os, sys\nopen(__file__ + os.environ['RANK'], 'w').write(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
 
 
@@ -365,7 +366,7 @@ def test_ranks_that_mpiexec_starts_meet(pbs, tmp_path):
     script = tmp_path / "child.py"
     script.write_text("import launch, os, sys, torch, torch.distributed as dist\n"
                       "def main(argv):\n    where = launch.place()\n    launch.setup(where)\n    x = torch.tensor([where.rank + 1.0])\n"
-                      "    dist.all_reduce(x)\n    print(x.item(), flush=True)\nsys.exit(launch.run(main))\n")
+                      "    dist.all_reduce(x)\n    os.write(1, f'{x.item()}\\n'.encode())\nsys.exit(launch.run(main))\n")
     done = subprocess.run([sys.executable, LAUNCH, "--nodes", "2", "--ranks-per-node", "1", "--no-node-check", "--", script],
                           cwd=tmp_path, env=pbs | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True,
                           text=True, timeout=90)
