@@ -59,8 +59,8 @@ def random_rows(m: Model, count: int = ROWS, seed: int = 0) -> list[train.Device
 
 
 def measure(grid: Grid, m: Model, dense: str, aux: float = 0.0, z: float = 0.0) -> dict:
-    """On every rank of a layout: the losses of some steps on the same rows; of the first the gradient norm, and of each parameter's
-    gradient its norm and its product with random numbers, which depends on every value of it. aux, z: see Balance."""
+    """On every rank of a layout: the losses of some steps on the same rows; of the first the gradient norm, and of each
+    parameter's gradient its norm and its product with random numbers, which depends on every value of it. aux, z: see Balance."""
     state, wire = init_state(m, grid, 1, CPU), Transport(torch.float32, dense=dense)
     optim.init_moments(state, "muon")
     plan = optim.plan_muon(state, grid, m, "muon")
@@ -99,17 +99,17 @@ def differences(reference: dict, found: dict, layout: str) -> list[str]:
     """What is not equal: loss of the first step (1e-6), every gradient (1e-4 of its norm), losses of later steps (1e-4)."""
     wrong = []
     if not math.isclose(reference["losses"][0], found["losses"][0], rel_tol=1e-6):
-        wrong.append(f"{layout}: the first loss is {found['losses'][0]:.7f}, on one rank {reference['losses'][0]:.7f}: is it summed "
-                     "over all ranks and divided by the targets of all?")
+        wrong.append(f"{layout}: the first loss is {found['losses'][0]:.7f}, on one rank {reference['losses'][0]:.7f}: is it "
+                     "summed over all ranks and divided by the targets of all?")
     off = {}
     for name, (norm, product) in reference["gradients"].items():
         error = max(abs(found["gradients"][name][0] - norm), abs(found["gradients"][name][1] - product)) / max(norm, 1e-30)
         off |= {name: error} if not error <= 1e-4 else {}
     if off:
         worst = max(off, key=off.get)
-        wrong.append(f"{layout}: gradients of {len(off)} of {len(reference['gradients'])} parameters differ from those of one rank, "
-                     f"most that of {worst} by {off[worst]:.1%}: a sum over the {layout.split()[-1]} is left out, made twice, or "
-                     "divided by another count")
+        wrong.append(f"{layout}: gradients of {len(off)} of {len(reference['gradients'])} parameters differ from those of one "
+                     f"rank, most that of {worst} by {off[worst]:.1%}: a sum over the {layout.split()[-1]} is left out, made "
+                     "twice, or divided by another count")
     elif not np.allclose(reference["losses"], found["losses"], rtol=1e-4):
         wrong.append(f"{layout}: the losses {found['losses']} are not those of one rank, {reference['losses']}: updates differ")
     return wrong
@@ -119,7 +119,11 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
     """Starts the ranks; raises RuntimeError with their output if they fail."""
     with tempfile.TemporaryDirectory() as out:
         here = Path(__file__).resolve().parent
+<<<<<<< HEAD
         argv = [sys.executable, here / "launch.py", "--scheduler=none", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
+=======
+        argv = [sys.executable, here / "launch.py", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
+>>>>>>> mend2
                 here / "check.py", "--part", f"{out}/found.json", str(replicas), *settings]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.returncode:

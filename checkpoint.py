@@ -373,8 +373,8 @@ class Saver:
 
     def start(self, step: int, meta: dict, phases: list | tuple = (), retire: bool = True) -> Outcome | None:
         """Begins to write the state before step `step` and returns; from here on it changes only through state.before_change.
-        meta: goes into the manifest, as it is now. phases: optim.phases. retire: whether older checkpoints may go once this one has
-        been read back. If an earlier save still runs, its end is waited for, and its outcome returned."""
+        meta: goes into the manifest, as it is now. phases: optim.phases. retire: whether older checkpoints may go once this one
+        has been read back. If an earlier save still runs, its end is waited for, and its outcome returned."""
         before, began = self.wait(), time.perf_counter()
         units = share_of(self.tensors, in_order(self.tensors, phases), self.grid.R, self.grid.r)
         self.flush = Flush(units)

@@ -1,10 +1,10 @@
-"""Training that stays healthy: which steps are not applied, what is checked beside a run, and how large a batch is worth its cost.
+"""Training that stays healthy: which steps are not applied, what is checked beside a run, how large a batch is worth its cost.
 
 Everything here is judged from numbers that every rank has (parallel.exchange), so all ranks decide the same. What a decision
 depends on from step to step is small and goes into the checkpoint's manifest: a resumed run decides as an uninterrupted one.
 
     steps that are skipped     Skips            each step
-    checks of the state        state_problems   at the start and every check_every steps
+    checks of the state        check_state      at the start and every check_every steps
     checks of a run            Moves, Repeats, count_problem, loss_warning, chance_warning
     gradient noise scale       Noise            every noise_every steps
 """
@@ -38,7 +38,7 @@ class CheckFailed(RuntimeError):
 # ------------------------------------------------------------------------------------------------------------------
 
 JUDGED_AFTER = 20  # accepted steps; before, only what is not finite is skipped
-# least deviation, of a norm as a factor (1.1), of a loss as a part of the median: after a quiet stretch the next is no outlier yet
+# least deviation, of a norm as a factor (1.1), of a loss as a part of the median: after a quiet stretch the next is no outlier
 NORM_FLOOR, LOSS_FLOOR = 0.1, 0.02
 MAD_TO_SIGMA = 1.4826  # of a normal distribution
 
@@ -106,24 +106,24 @@ class Skips:
         accepted = f"{len(self.accepted)} accepted steps are compared with"
         if self.accepted:
             (norms, losses), (norm_limit, loss_limit) = zip(*self.accepted), self.limits()
-            accepted += (f": gradient norm, median {median(norms):.4g}, largest {max(norms):.4g}, limit {norm_limit:.4g}; loss, median "
-                         f"{median(losses):.4g}, last {losses[-1]:.4g}, limit {loss_limit:.4g}")
+            accepted += (f": gradient norm, median {median(norms):.4g}, largest {max(norms):.4g}, limit {norm_limit:.4g}; loss, "
+                         f"median {median(losses):.4g}, last {losses[-1]:.4g}, limit {loss_limit:.4g}")
         skipped = [f"  step {s['step']}: loss {s['loss']:.6g}, gradient norm {s['grad_norm']:.6g}, "
                    f"ranks {', '.join(map(str, s['ranks'])) or 'none in particular'}" for s in self.streak]
         first = self.streak[0]["step"]
         newest = [f"  {path}" for path in checkpoints] or ["  none: the run starts again from its initial weights"]
         return "\n".join([
-            f"Run {run}: {len(self.streak)} steps in a row could not be applied (--max_skips={self.most}).", "", *skipped, "", accepted,
-            f"No weight has changed since step {first - 1}; a checkpoint of a later step, written where the run was stopped, has the",
-            "weights of that step, and took no older one's place. Checkpoints, newest first:", *newest, "",
-            "Always the same rank: suspect its device. All ranks from one step on: the update before made the weights bad; resume from",
-            "an older checkpoint (--resume=PATH) with a lower --lr or --clip. Norms that are finite and stay high: the run has moved to",
-            "another level; --skip_sigma=0 applies every finite step.", ""])
+            f"Run {run}: {len(self.streak)} steps in a row could not be applied (--max_skips={self.most}).", "", *skipped, "",
+            accepted, f"No weight has changed since step {first - 1}; a checkpoint of a later step, written where the run was",
+            "stopped, has the weights of that step, and took no older one's place.", "Checkpoints, newest first:", *newest, "",
+            "Always the same rank: suspect its device. All ranks from one step on: the update before made the weights bad;",
+            "resume from an older checkpoint (--resume=PATH) with a lower --lr or --clip. Norms that are finite and stay high:",
+            "the run has moved to another level; --skip_sigma=0 applies every finite step.", ""])
 
 
 def suspects(losses: np.ndarray, token_norms: np.ndarray, squared_norms: np.ndarray) -> list[int]:
-    """Ranks where a bad step comes from. All are [world]. A gradient's sum is bad on every rank that owns a part of it; a rank's own
-    loss, and the gradient with respect to its own tokens, are bad only where the fault is."""
+    """Ranks where a bad step comes from. All are [world]. A gradient's sum is bad on every rank that owns a part of it; a rank's
+    own loss, and the gradient with respect to its own tokens, are bad only where the fault is."""
     own = ~np.isfinite(losses) | ~np.isfinite(token_norms)
     if own.any():
         return np.flatnonzero(own).tolist()
@@ -164,15 +164,15 @@ def type_problem(state: State) -> str:
 
 
 def rope_problem(m: Model, device: torch.device) -> str:
-    """The rotation at the last position of a row against fp64: an angle in bf16 is wrong by radians beyond a few hundred positions."""
+    """The rotation at the last position of a row against fp64: an angle in bf16 is wrong by radians beyond a few hundred."""
     cos, sin = model.rope_cache(m.rope_theta, m.head_dim, m.seq_len, device)
     x = torch.linspace(-1, 1, m.head_dim, dtype=torch.float64)
     angle = (m.seq_len - 1) * m.rope_theta ** (-torch.arange(0, m.head_dim, 2, dtype=torch.float64) / m.head_dim)
     turned = torch.complex(*x.chunk(2)) * torch.polar(torch.ones_like(angle), angle)
     got = model.rotate(x.float().to(device)[None, None], cos[-1:], sin[-1:]).flatten().double().cpu()
     error = float((got - torch.cat((turned.real, turned.imag))).abs().max())
-    return "" if error < 1e-5 else (f"RoPE turns the last position, {m.seq_len - 1}, wrongly by {error:.1e} compared with fp64: are its "
-                                    "angles formed in less?")
+    return "" if error < 1e-5 else (f"RoPE turns the last position, {m.seq_len - 1}, wrongly by {error:.1e} compared with fp64: "
+                                    "are its angles formed in less?")
 
 
 def fingerprint(x: Tensor) -> bytes:
@@ -207,8 +207,8 @@ def shard_problem(held: list[dict[str, str]], grid: Grid) -> str:
                     return (f"the router's selection bias of rank {rank} is not that of rank 0: counts were not the same on all "
                             "ranks")
             elif value != held[place][kind]:
-                return (f"a replica has drifted: rank {rank} owns the same part of {kind} as rank {place}, but holds other values; "
-                        "resume from the last checkpoint, and suspect that rank's device")
+                return (f"a replica has drifted: rank {rank} owns the same part of {kind} as rank {place}, but holds other "
+                        "values; resume from the last checkpoint, and suspect that rank's device")
             elif rank < grid.shard.size and value and value in owner:
                 return (f"ranks {owner[value]} and {rank} own different parts of {kind}, but hold the same values: was each "
                         "initialised as if it were the first?")
@@ -220,13 +220,15 @@ def shard_problem(held: list[dict[str, str]], grid: Grid) -> str:
 # Checks of a run
 # ------------------------------------------------------------------------------------------------------------------
 
-MOVED_AFTER = 10  # accepted steps of a rate at which a norm near 1.0 is sure to move: every optimizer's largest steps are about the
-MOVES_AT = 1e-6  # rate, and fp32 values there lie 1.2e-7 apart, so that smaller ones may be rounded away, each for itself
+MOVED_AFTER = 10  # accepted steps of at least this learning rate
+MOVES_AT = 1e-6  # at which norms near 1.0 are sure to move: every optimizer's largest steps are about the rate, and fp32 values
+# there lie 1.2e-7 apart, so that smaller steps may be rounded away, each for itself
 KEPT = 128  # digests of the first steps, and of the last
 
 
 class Moves:
-    """Whether every parameter changes; of experts, any of a layer's. The router of a single expert decides nothing: it need not."""
+    """Whether every parameter changes; of experts, any of a layer's. The router of a single expert decides nothing, and need
+    not."""
 
     def __init__(self, state: State, grid: Grid, m: Model):
         """Remembers how the parameters are now."""
@@ -251,8 +253,8 @@ class Moves:
         return found
 
     def accepted(self, lr: float):
-        """Call it after each accepted step, on all ranks, with its learning rate; raises CheckFailed on all once, after MOVED_AFTER
-        of MOVES_AT or more."""
+        """Call it after each accepted step, on all ranks, with its learning rate; raises CheckFailed on all once, after
+        MOVED_AFTER of MOVES_AT or more."""
         if lr < MOVES_AT:
             return
         self.steps += 1
@@ -263,8 +265,8 @@ class Moves:
         everywhere = exchange(moved, self.grid, self.state.bias_LX.device).max(0)
         self.before = {}
         if still := [name for name, x in zip(self.names, everywhere) if not x]:
-            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} steps "
-                              f"of lr {MOVES_AT:g} or more: no gradient arrives, or updates are rounded away")
+            raise CheckFailed(f"{', '.join(still[:10])}{' and others' if len(still) > 10 else ''} did not move in {MOVED_AFTER} "
+                              f"steps of lr {MOVES_AT:g} or more: no gradient arrives, or updates are rounded away")
 
 
 class Repeats:
@@ -300,15 +302,15 @@ def count_problem(counts_LX: Tensor, tokens: float, top_k: int) -> str:
 def loss_warning(loss: float, vocab: int) -> str:
     """Of the first step of a new model, whose guess is as good as chance."""
     return "" if abs(loss - math.log(vocab)) < 0.25 else (
-        f"the first loss is {loss:.3f}, that of a guess among {vocab} tokens is ln {vocab} = {math.log(vocab):.3f}: is it divided by "
-        "the number of targets of all ranks, and are the initial weights right?")
+        f"the first loss is {loss:.3f}, that of a guess among {vocab} tokens is ln {vocab} = {math.log(vocab):.3f}: is it "
+        "divided by the number of targets of all ranks, and are the initial weights right?")
 
 
 def chance_warning(loss: float, val_loss: float, vocab: int) -> str:
     chance = math.log(vocab)
     return "" if val_loss < chance - 0.1 or loss > chance - 0.5 else (
-        f"the held-out loss {val_loss:.3f} is still that of a guess ({chance:.3f}), while the training loss has fallen to {loss:.3f}: "
-        "are the held-out rows of the same text and tokenizer, and does training see its targets?")
+        f"the held-out loss {val_loss:.3f} is still that of a guess ({chance:.3f}), while the training loss has fallen to "
+        f"{loss:.3f}: are the held-out rows of the same text and tokenizer, and does training see its targets?")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -317,9 +319,10 @@ def chance_warning(loss: float, val_loss: float, vocab: int) -> str:
 
 
 class Noise:
-    """The simple noise scale, tr(S) / |G|^2 in tokens (McCandlish et al. 2018, appendix A.1): a batch much smaller wastes nothing, one
-    much larger gains little. From the squared norms of one node's gradient and of all nodes'; of numerator and denominator
-    the averages are taken separately, since a mean of ratios is biased. Covers the buckets that are summed up node by node."""
+    """The simple noise scale, tr(S) / |G|^2 in tokens (McCandlish et al. 2018, appendix A.1): a batch much smaller wastes
+    nothing, one much larger gains little. From the squared norms of one node's gradient and of all nodes'; of numerator and
+    denominator the averages are taken separately, since a mean of ratios is biased. Covers the buckets that are summed up node
+    by node."""
 
     KEEP = 0.95  # about 20 measurements
 
@@ -330,8 +333,8 @@ class Noise:
         return [self.noise, self.signal]
 
     def add(self, parts: np.ndarray, squared: float, targets: np.ndarray):
-        """parts: [nodes] squared norm of each node's part of the gradient, which is the sum of the parts; squared: of the gradient;
-        targets: [nodes] of each."""
+        """parts: [nodes] squared norm of each node's part of the gradient, which is the sum of the parts; squared: of the
+        gradient; targets: [nodes] of each."""
         total = targets.sum()
         if len(parts) < 2 or not (targets > 0).all() or not np.isfinite([*parts, squared]).all():
             return

@@ -53,8 +53,8 @@ def diverged(points: list[Point]) -> bool:
 
 
 def suggest(points: list[Point]) -> tuple[float, float, float] | None:
-    """(suggestion, rate of the steepest fall, rate of the lowest smoothed loss): the steepest, but at most a quarter of the lowest,
-    which is the edge of what works. None where the loss did not fall by a tenth of a nat."""
+    """(suggestion, rate of the steepest fall, rate of the lowest smoothed loss): the steepest, but at most a quarter of the
+    lowest, which is the edge of what works. None where the loss did not fall by a tenth of a nat."""
     low = min(range(len(points)), key=lambda i: points[i].smoothed, default=0)
     if low < WINDOW or points[0].smoothed - points[low].smoothed < 0.1:
         return None

@@ -642,8 +642,8 @@ class Balance:
 
 
 def move_bias(bias_LX: Tensor, counts_LX: Tensor, rate: float):
-    """Raises the selection bias of experts that got less than the mean and lowers that of the others, by `rate` (DeepSeek-V3; Wang
-    et al. 2024, arXiv 2408.15664). In place."""
+    """Raises the selection bias of experts that got less than the mean and lowers that of the others, by `rate` (DeepSeek-V3;
+    Wang et al. 2024, arXiv 2408.15664). In place."""
     bias_LX += rate * torch.sign(counts_LX.mean(1, keepdim=True) - counts_LX).to(bias_LX.dtype)
 
 
@@ -890,8 +890,8 @@ def head_loss(x_TD: Tensor, targets_T: Tensor, norm_D: Tensor, head_VD: Tensor, 
               draws_T: Tensor | None = None):
     """Final norm, logits and cross-entropy in chunks of tokens: the T x V logits never exist.
 
-    targets: int64, -1 for none. draws: uniform numbers, with which the targets that there are are drawn anew, from the model's own
-    predictions. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
+    targets: int64, -1 for none. draws: uniform numbers, with which the targets that there are are drawn anew, from the model's
+    own predictions. Returns (summed loss in nats, fp64 scalar on the device; dx, dnorm, dhead), the gradients of
     scale * loss, or None where grads is False. dhead is fp32."""
     T, V = x_TD.shape[0], head_VD.shape[0]
     chunk = max(1, HEAD_CHUNK // V)

@@ -55,13 +55,13 @@ class Arena:
             self.slab.fill_(0)
         except RuntimeError as error:
             lower = "lower --offload_fraction" if purpose == "inputs" else "use --offload_state=False"
-            raise ConfigError(f"host {socket.gethostname()}: {nbytes / GIB:.1f} GiB of host memory for {purpose} could not be had "
-                              f"({error}); {lower}, or use more nodes") from error
+            raise ConfigError(f"host {socket.gethostname()}: {nbytes / GIB:.1f} GiB of host memory for {purpose} could not be "
+                              f"had ({error}); {lower}, or use more nodes") from error
         if device.type == "cuda" and nbytes:
             failed = torch.cuda.cudart().cudaHostRegister(self.slab.data_ptr(), nbytes, 0)
             if int(failed):
-                raise ConfigError(f"host {socket.gethostname()}: pinning {nbytes / GIB:.1f} GiB for {purpose} failed ({failed}); raise "
-                                  "the limit of locked memory (ulimit -l)")
+                raise ConfigError(f"host {socket.gethostname()}: pinning {nbytes / GIB:.1f} GiB for {purpose} failed ({failed}); "
+                                  "raise the limit of locked memory (ulimit -l)")
             # with its memory, which the parts hold: a later slab at the same address could not be registered
             storage = self.slab.untyped_storage()
             weakref.finalize(storage, torch.cuda.cudart().cudaHostUnregister, storage.data_ptr()).atexit = False
@@ -244,8 +244,8 @@ def make_inputs(layers: int, rows: int, shape: tuple[int, int], dtype: torch.dty
 
 def stream(chunks: Iterable[tuple[object, dict[str, Tensor]]], copies: Copies | None,
            read_only: tuple[str, ...] = ("grad",)) -> Iterator[tuple[object, dict[str, Tensor]]]:
-    """(key, tensors on the host) -> (key, tensors on the device), which the caller changes in place. While one chunk is worked on,
-    the next is on its way in and the one before on its way back; of `read_only` nothing goes back. Without copies the state
+    """(key, tensors on the host) -> (key, tensors on the device), which the caller changes in place. While one chunk is worked
+    on, the next is on its way in and the one before on its way back; of `read_only` nothing goes back. Without copies the state
     is on the device already, and chunks are yielded as they are."""
     if copies is None:
         yield from chunks

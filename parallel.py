@@ -360,8 +360,8 @@ def all_to_all(x: Tensor, group: Group, purpose: str) -> Pending:
     def with_own(out):
         return [*out[: group.index], x[group.index], *out[group.index :]]
 
-    pending = start("all-to-all", lambda out, x: SendToEach(group, x, with_own(out)), x, x.new_empty(group.size - 1, *x.shape[1:]),
-                    group, purpose, sent)
+    received = x.new_empty(group.size - 1, *x.shape[1:])
+    pending = start("all-to-all", lambda out, x: SendToEach(group, x, with_own(out)), x, received, group, purpose, sent)
     return Pending(purpose, None, (x,), lambda: with_own(pending.wait()))
 
 
@@ -641,7 +641,7 @@ class State:
     node: dict[str, Tensor] = field(default_factory=dict)  # bucket -> the node's 1/E of its weights, made from the masters
     copies: Copies | None = None  # between the arenas and the device
     slots: dict[str, Tensor] = field(default_factory=dict)  # bucket -> where on the host its gradient goes
-    own: dict[str, Tensor] = field(default_factory=dict)  # bucket -> owned values as they travel, on the device, if masters are not
+    own: dict[str, Tensor] = field(default_factory=dict)  # bucket -> owned values as they travel, on the device, unless masters
     # called before owned rows `at` of a bucket's tensors of these kinds change: a checkpoint may be writing them still
     before_change: Callable[[str, slice, tuple[str, ...]], None] = lambda name, at, kinds: None
 
@@ -704,13 +704,13 @@ def check_transport(transport: Transport, m: Model, grid: Grid):
     """Raises ConfigError where sizes do not divide."""
     for name, values in {"gate and up": 2 * m.width * m.expert_width, "down": m.width * m.expert_width}.items():
         if transport.weights == "fp8" and values % FP8_BLOCK:
-            raise ConfigError(f"--weight_transport=fp8: the {values} values of an expert's {name} are no multiple of the block of "
-                              f"{FP8_BLOCK}; use --weight_transport=bf16 or other --width and --expert_width")
+            raise ConfigError(f"--weight_transport=fp8: the {values} values of an expert's {name} are no multiple of the block "
+                              f"of {FP8_BLOCK}; use --weight_transport=bf16 or other --width and --expert_width")
     owned = grid.owned_per_rank(m)
     if transport.grad_chunk and owned % transport.grad_chunk:
         fit = [c for c in range(1, owned + 1) if owned % c == 0]
-        raise ConfigError(f"--grad_chunk={transport.grad_chunk}: must divide the {owned} experts that a rank owns per layer; use one of "
-                          f"{', '.join(map(str, fit))}, or 0 for all at once")
+        raise ConfigError(f"--grad_chunk={transport.grad_chunk}: must divide the {owned} experts that a rank owns per layer; use "
+                          f"one of {', '.join(map(str, fit))}, or 0 for all at once")
 
 
 class Gathering(NamedTuple):
@@ -928,8 +928,8 @@ LONGEST_MESSAGE = 2000  # characters of what a rank says that went wrong there
 
 
 def share_texts(text: str, grid: Grid, device: torch.device) -> list[str]:
-    """Every rank's text on every rank: the lengths, then all filled up to the longest. For short texts, rarely: names of files that
-    are not UTF-8 come through."""
+    """Every rank's text on every rank: the lengths, then all filled up to the longest. For short texts, rarely: names of files
+    that are not UTF-8 come through."""
     content = text.encode(errors="surrogatepass")
     length = torch.tensor([len(content)], dtype=torch.int64, device=device)
     lengths = all_gather(length, grid.world, "texts").wait().flatten().tolist()

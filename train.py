@@ -442,8 +442,8 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if kept > m.layers:
         raise ConfigError(f"--keep_layers={kept}: the model has {m.layers} layers")
     if hp.offload_fraction and offloaded_layers(m.layers, hp.offload_fraction) + kept > m.layers:
-        raise ConfigError(f"--offload_fraction={hp.offload_fraction:g}: offloads the inputs that layers are recomputed from, but of the last "
-                          f"{kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
+        raise ConfigError(f"--offload_fraction={hp.offload_fraction:g}: offloads the inputs that layers are recomputed from, but "
+                          f"of the last {kept} of {m.layers} all is kept; use --recompute=True --keep_layers=0, or offload fewer")
     if not hp.run or hp.run != Path(hp.run).name or hp.run.startswith("."):
         raise ConfigError(f"--run={hp.run}: must be a plain directory name, it becomes out/<run>")
     if hp.decay > 1:
@@ -458,8 +458,8 @@ def resolve(hp: Hyperparameters, where: launch.Place) -> tuple[Hyperparameters, 
     if m.seq_len < 2:
         raise ConfigError(f"--seq_len={m.seq_len}: must be at least 2")
     if m.top_k == 1 < m.experts and not (hp.aux_loss or hp.z_loss):
-        raise ConfigError(f"--top_k=1: of {m.experts} experts, but the weight of one alone is always 1, so that the router would get no "
-                          "gradient; use --top_k=2 or more, or set --aux_loss=1e-3 or --z_loss=1e-4, which give it one")
+        raise ConfigError(f"--top_k=1: of {m.experts} experts, but the weight of one alone is always 1, so that the router would "
+                          "get no gradient; use --top_k=2 or more, or set --aux_loss=1e-3 or --z_loss=1e-4, which give it one")
     declared(dataclasses.replace(hp, seq_len=m.seq_len))
     dtype = resolve_dtype(hp.dtype, where.device)
     weights, grads = ("fp8", "bf16") if dtype == "bfloat16" else ("compute", "fp32")
@@ -565,8 +565,8 @@ def check_same_run(found: dict, hp: Hyperparameters, m: Model, pinned: list[dict
         hint = ""
         if over and was["rows_per_step"] != hp.rows_per_step:
             hint = f"; rows_per_step may change at the end of a block: steps {step - over} or {step - over + BLOCK_STEPS}"
-        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}{hint}); set it as it was, "
-                          f"or start another run with --run=NAME (this one: --run={hp.run})")
+        raise ConfigError(f"checkpoint {path} was written by another configuration ({'; '.join(different)}{hint}); set it as it "
+                          f"was, or start another run with --run=NAME (this one: --run={hp.run})")
     for name, value in asdict(hp).items():
         if name in was and was[name] != value and name not in ("resume", "stop_at"):
             log(f"resumed with another --{name}: {was[name]} -> {value}")
@@ -594,7 +594,8 @@ class Output:
         self.hp, self.log_file, self.metrics_file, self.early = hp, None, None, []  # lines from before there is a file
         self.trouble = False  # a file could not be written, and that has been told
         self.evaluation, self.unevaluated = None, None  # the process that is at it, and the newest checkpoint that waits
-        self.asked, self.ask_from = 0, 0.0  # step after which someone wants a checkpoint; monotonic time of the next look for such
+        self.asked = 0  # step after which someone wants a checkpoint
+        self.ask_from = 0.0  # monotonic time from which on it is looked whether someone does
         self.alive_before: float | None = None  # last sign of life before the crash, Unix time
         self.told = {"steps": hp.steps}  # to the launcher
         self.useful_s = 0.0  # of the steps of this launch that count, those of earlier attempts too
@@ -617,8 +618,8 @@ class Output:
             raise ConfigError(f"--run={self.hp.run}: another process is training this run; wait for it, end it, or use another "
                               "--run") from None
         except OSError as error:
-            raise ConfigError(f"--run={self.hp.run}: {self.path} cannot be written ({error.strerror}); free it, or start in another "
-                              "directory") from None
+            raise ConfigError(f"--run={self.hp.run}: {self.path} cannot be written ({error.strerror}); free it, or start in "
+                              "another directory") from None
 
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
@@ -633,7 +634,8 @@ class Output:
         self.useful_s = sum(line["step_s"] for line in self.metrics_so_far() if line["step"] > begun)
         self.told |= {"run": str(self.path.absolute()), "from": step}
         with self.survived():
-            self.log_file, self.metrics_file = (open(self.path / name, "ab", buffering=0) for name in ("log.txt", "metrics.jsonl"))
+            files = [open(self.path / name, "ab", buffering=0) for name in ("log.txt", "metrics.jsonl")]
+            self.log_file, self.metrics_file = files
         total, active = count_params(m)
         self.log(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(sys.argv)}", console=False)
         self.log(f"settings {json.dumps(asdict(hp))}", console=False)
@@ -662,8 +664,8 @@ class Output:
         except OSError as error:
             if not self.trouble:
                 self.trouble = True  # the file that the log is in may be the one
-                print(f"WARNING: {self.path} cannot be written ({error}): log, metrics and progress have gaps until it can; free space",
-                      flush=True)
+                print(f"WARNING: {self.path} cannot be written ({error}): log, metrics and progress have gaps until it can; free "
+                      "space", flush=True)
 
     def write(self, file, text: str):
         """All of it at the end of the file or, where it does not fit, nothing: half a line would run into the next."""
@@ -946,8 +948,9 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
     else:
         has = launch.device_memory(where.device)
         if sum(on_device.values()) > has:
-            raise ConfigError(f"each device has {has / GIB:.1f} GiB of memory, a rank would hold {sum(on_device.values()) / GIB:.1f} "
-                              f"({describe(on_device)}); use --offload_state=True, more nodes, or another --size than {hp.size}")
+            raise ConfigError(f"each device has {has / GIB:.1f} GiB of memory, a rank would hold "
+                              f"{sum(on_device.values()) / GIB:.1f} ({describe(on_device)}); use --offload_state=True, more "
+                              f"nodes, or another --size than {hp.size}")
     reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
     if out.active:
         with out.survived():

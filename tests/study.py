@@ -35,8 +35,13 @@ RANKS = 2  # of one node
 
 def run(steps: int, *settings: str) -> dict:
     """One run's lines of metrics: smoothed loss and seconds by step, held-out loss, and the mean load of the ranks."""
+<<<<<<< HEAD
     argv = [sys.executable, ROOT / "launch.py", "--scheduler=none", "--ranks-per-node", str(RANKS), "--", ROOT / "train.py",
             "--run=study", "--resume=never", f"--steps={steps}", f"--val_every={steps}", "--ckpt_every=0", *MODEL, *settings]
+=======
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", str(RANKS), "--", ROOT / "train.py", "--run=study",
+            "--resume=never", f"--steps={steps}", f"--val_every={steps}", "--ckpt_every=0", *MODEL, *settings]
+>>>>>>> mend2
     shutil.rmtree(Path("out") / "study", ignore_errors=True)
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:
@@ -51,7 +56,8 @@ def run(steps: int, *settings: str) -> dict:
 
 def found_rate(optimizer: str, steps: int) -> float:
     """The best of three around what the finder suggests, by held-out loss, with a seed that the study does not use."""
-    points = lr_find.ramp({"from": 1e-4, "to": 1, "ranks-per-node": RANKS}, [*MODEL, f"--optimizer={optimizer}"], say=lambda _: None)
+    points = lr_find.ramp({"from": 1e-4, "to": 1, "ranks-per-node": RANKS}, [*MODEL, f"--optimizer={optimizer}"],
+                          say=lambda _: None)
     found = lr_find.suggest(points)
     if not found:
         raise RuntimeError(f"{optimizer}: the finder's loss did not fall")
@@ -74,7 +80,8 @@ def optimizers(names: list[str], seeds: int, steps: int) -> dict[str, float]:
     runs = {name: [run(steps, f"--optimizer={name}", f"--lr={rates[name]:g}", f"--seed={seed}") for seed in range(seeds)]
             for name in names}
     target = max(r["smoothed"][-1] for found in runs.values() for r in found)
-    print(f"\n| optimizer | lr | steps to {target:.3f} | seconds | seconds per step | held-out loss after {steps} steps | difference |")
+    print(f"\n| optimizer | lr | steps to {target:.3f} | seconds | seconds per step | held-out loss after {steps} steps | "
+          "difference |")
     print("|---|---|---|---|---|---|---|")
     first = runs[names[0]]
     for name, found in runs.items():
@@ -93,7 +100,8 @@ def paired(found: list[dict], first: list[dict]) -> str:
 
 def routing(limits: list[int], lr: float, seeds: int, steps: int):
     """Prints the second table: each limit without and with the balancing bias."""
-    print(f"\n| max_per_group | router | held-out loss after {steps} steps | difference | busiest rank over mean | busiest expert over mean |")
+    print(f"\n| max_per_group | router | held-out loss after {steps} steps | difference | busiest rank over mean | "
+          "busiest expert over mean |")
     print("|---|---|---|---|---|---|")
     first = None
     for limit in limits:
@@ -109,7 +117,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="of each cell (default 3)")
     parser.add_argument("--steps", type=int, default=80, help="of each run (default 80)")
-    parser.add_argument("--only", default="", choices=["", *OPTIMIZERS, *map(str, ROUTING)], help="one optimizer, or one max_per_group")
+    parser.add_argument("--only", default="", choices=["", *OPTIMIZERS, *map(str, ROUTING)],
+                        help="one optimizer, or one max_per_group")
     options = parser.parse_args(argv)
     if min(options.seeds, options.steps) < 1:
         parser.error("--seeds and --steps must be at least 1")

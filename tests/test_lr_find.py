@@ -53,7 +53,8 @@ def test_a_search_prints_a_table_and_a_suggestion(here):
 
 
 @pytest.mark.parametrize("args, message", [("--from=2 --to=1", "--from=2 --to=1: give two rates"),
-                                           ("--from=abc", "--from=abc: expected a number"), ("--to=inf", "--to=inf: must be a finite"),
+                                           ("--from=abc", "--from=abc: expected a number"),
+                                           ("--to=inf", "--to=inf: must be a finite"),
                                            ("--stepz=1", "--stepz=1: no such setting")])
 def test_wrong_settings_are_told_at_once(args, message, capsys):
     with pytest.raises(lr_find.ConfigError, match=message):
@@ -85,7 +86,7 @@ def search_with(tmp_path, monkeypatch, rest: str):
 
 
 def test_the_error_that_ended_the_run_is_told_and_an_earlier_search_stays(tmp_path, monkeypatch):
-    with pytest.raises(lr_find.ConfigError, match="^the run ended with code 2: --run=lr-find: another process is training this run$"):
+    with pytest.raises(lr_find.ConfigError, match="^the run ended with code 2: --run=lr-find: another process"):
         search_with(tmp_path, monkeypatch, "print('error: --run=lr-find: another process is training this run')\n"
                                            "print('rank 0 ended with exit code 2')\nsys.exit(2)")
     assert (tmp_path / "out" / "lr-find" / "metrics.jsonl").exists()

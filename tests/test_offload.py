@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 # ------------------------------------------------------------------------------------------------------------------
 
 SAME = {"resident": dict(), "some inputs": dict(offload=0.5), "state": dict(offload_state=True),
-        "kept": dict(keep=1), "kept and offloaded": dict(keep=1, offload=1.0), "odd chunks": dict(offload=1.0, offload_state=True, stream=7777), "an expert at a time": dict(offload_state=True, stream=1)}
+        "kept": dict(keep=1), "kept and offloaded": dict(keep=1, offload=1.0),
+        "odd chunks": dict(offload=1.0, offload_state=True, stream=7777),
+        "an expert at a time": dict(offload_state=True, stream=1)}
 VARIANTS = {
     "muon": dict(),
     "adamw": dict(optimizer="adamw"),
@@ -147,7 +149,8 @@ def test_an_arena_that_cannot_be_had_names_the_host_and_the_setting():
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def peaks(steps: int, rows: int = 1, keep_layers: int = 0, layers: int = 4, compute=torch.float32) -> tuple[list[int], Counter, object]:
+def peaks(steps: int, rows: int = 1, keep_layers: int = 0, layers: int = 4,
+          compute=torch.float32) -> tuple[list[int], Counter, object]:
     """Tracked peak of each step of one rank, and what it was made of in the last."""
     m = model_of("debug", layers=layers, width=64, heads=4, kv_heads=2, head_dim=16, expert_width=32, vocab=250, seq_len=40)
     grid = parallel.make_grid(0, 1, 1, 1, m, connect=False)
@@ -202,7 +205,8 @@ def test_offloaded_state_lies_in_one_slab_per_purpose():
     for tensors in (state.master, state.slots, *({n: k[kind] for n, k in state.moments.items() if kind in k}
                                                  for kind in ("momentum", "m", "v"))):
         assert len({x.untyped_storage()._cdata for x in tensors.values()}) == 1
-    assert len({x.untyped_storage()._cdata for x in (state.master["head"], state.slots["head"], *state.moments["head"].values())}) == 4
+    of_head = (state.master["head"], state.slots["head"], *state.moments["head"].values())
+    assert len({x.untyped_storage()._cdata for x in of_head}) == 4
 
 
 def test_the_tracker_sees_storages_once_and_their_purposes():
@@ -281,9 +285,9 @@ def test_records_of_hosts_are_appended(tmp_path):
 
 
 @pytest.mark.parametrize("settings, message", [
-    (["--size=15b"], "ranks would take 175.2 (masters 56.21, moments 56.74, gradients 56.21, inputs 6.00); use more nodes or another"),
+    (["--size=15b"], "ranks would take 175.2 (masters 56.21, moments 56.74, gradients 56.21, inputs 6.00); use more nodes"),
     (["--offload_fraction=1.5"], "--offload_fraction=1.5: a fraction of the layers"),
-    (["--offload_fraction=0.5", "--recompute=False"], "--offload_fraction=0.5: offloads the inputs that layers are recomputed from"),
+    (["--offload_fraction=0.5", "--recompute=False"], "--offload_fraction=0.5: offloads the inputs that layers are recomputed"),
     (["--keep_layers=9"], "--keep_layers=9: the model has 4 layers"),
 ])
 def test_what_cannot_fit_is_refused_before_training(tmp_path, settings, message):
@@ -296,13 +300,14 @@ def test_what_cannot_fit_is_refused_before_training(tmp_path, settings, message)
 def test_a_run_reports_memory_by_purpose(tmp_path):
     (ROOT / "data").mkdir(exist_ok=True)
     (tmp_path / "data").symlink_to(ROOT / "data")  # prepared once
-    done = launch(1, 2, "train.py", "--run=memory", "--wandb=off", "--steps=4", "--seq_len=64", "--val_every=0", "--track_memory=3",
-                  "--offload_fraction=0.5", "--offload_state=True", cwd=tmp_path)
+    done = launch(1, 2, "train.py", "--run=memory", "--wandb=off", "--steps=4", "--seq_len=64", "--val_every=0",
+                  "--track_memory=3", "--offload_fraction=0.5", "--offload_state=True", cwd=tmp_path)
     assert "2 ranks plan" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "out" / "memory" / "metrics.jsonl").read_text().splitlines()]
     assert ["tracked_bytes" in line for line in lines] == [True, True, True, False]
     assert lines[1]["tracked_peak_bytes"] == lines[2]["tracked_peak_bytes"]
-    assert {"host masters", "host moments", "host gradients", "host inputs", "own weights", "weights"} <= lines[2]["tracked_bytes"].keys()
+    purposes = {"host masters", "host moments", "host gradients", "host inputs", "own weights", "weights"}
+    assert purposes <= lines[2]["tracked_bytes"].keys()
     assert (tmp_path / "out" / "hosts.jsonl").exists()
 
 
@@ -313,7 +318,8 @@ def test_a_run_may_move_its_state_at_a_checkpoint(tmp_path):
     (ROOT / "data").mkdir(exist_ok=True)
     (tmp_path / "data").symlink_to(ROOT / "data")
     common = ["--wandb=off", "--steps=4", "--seq_len=64", "--val_every=0"]
-    for settings in (["--run=stays"], ["--run=moves", "--stop_at=2", "--offload_state=True", "--stream_chunk=9999"], ["--run=moves"]):
+    for settings in (["--run=stays"], ["--run=moves", "--stop_at=2", "--offload_state=True", "--stream_chunk=9999"],
+                     ["--run=moves"]):
         launch(1, 2, "train.py", *common, *settings, cwd=tmp_path)
     stays, moves = ([json.loads(line) for line in (tmp_path / "out" / run / "metrics.jsonl").read_text().splitlines()]
                     for run in ("stays", "moves"))

@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_gaps_in_the_output_and_nothing_else(tmp_path, monkey
     out.log("--data=texts\udcff")
     assert "--data=texts\\udcff\n" in capsys.readouterr().out and (out.path / "log.txt").read_text().endswith("=texts\\udcff\n")
     used = (out.path / "log.txt").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))  # of the next line of metrics.jsonl five bytes fit, of the log's none
+    resource.setrlimit(resource.RLIMIT_FSIZE, (17, limits[1]))  # five bytes of the next metrics fit, of the log none
     try:
         for step in (2, 3):
             out.log(f"step {step}")
@@ -180,6 +180,7 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
     config = ["train", "--run=config"]
     first, = short_runs(here, [*config, "--steps=5"])
     before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
+<<<<<<< HEAD
     changes = {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
                "--optimizer=adamw": "optimizer: checkpoint muon", "--rows_per_rank=2": "rows_per_step: checkpoint 1"}
     afresh = [*config, "--steps=8", "--resume=never", "--vocab=50000"]  # this text has not so many pieces
@@ -187,6 +188,13 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
     for named, out in zip(changes.values(), refused, strict=True):
         assert f"exit {EXIT_CONFIG}" in out and named in out and "--run=NAME" in out, out
     assert f"exit {EXIT_CONFIG}" in cannot and "--vocab=50000" in cannot and "is now in" not in cannot, cannot
+=======
+    for change, named in {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
+                          "--optimizer=adamw": "optimizer: checkpoint muon",
+                          "--rows_per_rank=2": "rows_per_step: checkpoint 1"}.items():
+        done = run(here, "config", "--steps=8", change, nodes=1, ranks=1, check=False)
+        assert done.returncode == EXIT_CONFIG and named in done.stderr and "--run=NAME" in done.stderr, done.stderr
+>>>>>>> mend2
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
     told, = short_runs(here, [*config, "--steps=8", "--lr=1e-3"])
     assert "exit 0" in first and "another --lr: 0.003 -> 0.001" in told
@@ -218,8 +226,8 @@ def test_a_damaged_checkpoint_that_is_the_only_one_is_refused_by_all_ranks_and_n
 
 
 def test_the_end_of_the_job_is_kept_and_a_last_checkpoint_that_fails_is_an_error(here):
-    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY, "--steps=100000",
-            "--ckpt_every=0"]
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "1", "--", ROOT / "train.py", "--run=end", *TINY,
+            "--steps=100000", "--ckpt_every=0"]
     for limit, code, message in (("--fsize=1000000", EXIT_NOT_SAVED, "the last checkpoint of this run is missing: checkpoint "
                                   "out/end/ckpt/step-.* not written, rank 0: .*File too large.*older checkpoints are untouched"),
                                  ("--core=0", EXIT_STOPPED, "stopped by the end of the job at")):
@@ -246,7 +254,8 @@ def test_a_signal_before_the_first_step_ends_at_once(here):
     (here / "large").mkdir()
     text = "\n".join(f"{i} lines of some text to prepare for {i * i} ranks" for i in range(400_000))
     (here / "large" / "text.txt").write_text(text)
-    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--", ROOT / "train.py", "--run=early", *TINY, "--data=large"]
+    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", "2", "--", ROOT / "train.py", "--run=early", *TINY,
+            "--data=large"]
     process = subprocess.Popen(argv, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert "ranks on" in process.stdout.readline()
     time.sleep(1)
