@@ -119,11 +119,7 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
     """Starts the ranks; raises RuntimeError with their output if they fail."""
     with tempfile.TemporaryDirectory() as out:
         here = Path(__file__).resolve().parent
-<<<<<<< HEAD
         argv = [sys.executable, here / "launch.py", "--scheduler=none", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
-=======
-        argv = [sys.executable, here / "launch.py", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
->>>>>>> mend2
                 here / "check.py", "--part", f"{out}/found.json", str(replicas), *settings]
         done = subprocess.run(argv, capture_output=True, text=True)
         if done.returncode:

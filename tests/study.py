@@ -35,13 +35,8 @@ RANKS = 2  # of one node
 
 def run(steps: int, *settings: str) -> dict:
     """One run's lines of metrics: smoothed loss and seconds by step, held-out loss, and the mean load of the ranks."""
-<<<<<<< HEAD
     argv = [sys.executable, ROOT / "launch.py", "--scheduler=none", "--ranks-per-node", str(RANKS), "--", ROOT / "train.py",
             "--run=study", "--resume=never", f"--steps={steps}", f"--val_every={steps}", "--ckpt_every=0", *MODEL, *settings]
-=======
-    argv = [sys.executable, ROOT / "launch.py", "--ranks-per-node", str(RANKS), "--", ROOT / "train.py", "--run=study",
-            "--resume=never", f"--steps={steps}", f"--val_every={steps}", "--ckpt_every=0", *MODEL, *settings]
->>>>>>> mend2
     shutil.rmtree(Path("out") / "study", ignore_errors=True)
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode:

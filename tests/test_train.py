@@ -180,7 +180,6 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
     config = ["train", "--run=config"]
     first, = short_runs(here, [*config, "--steps=5"])
     before = sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
-<<<<<<< HEAD
     changes = {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
                "--optimizer=adamw": "optimizer: checkpoint muon", "--rows_per_rank=2": "rows_per_step: checkpoint 1"}
     afresh = [*config, "--steps=8", "--resume=never", "--vocab=50000"]  # this text has not so many pieces
@@ -188,13 +187,6 @@ def test_another_configuration_is_refused_and_harmless_changes_are_told(here):
     for named, out in zip(changes.values(), refused, strict=True):
         assert f"exit {EXIT_CONFIG}" in out and named in out and "--run=NAME" in out, out
     assert f"exit {EXIT_CONFIG}" in cannot and "--vocab=50000" in cannot and "is now in" not in cannot, cannot
-=======
-    for change, named in {"--seed=3": "seed: checkpoint 0, now 3", "--expert_width=64": "expert_width: checkpoint 32, now 64",
-                          "--optimizer=adamw": "optimizer: checkpoint muon",
-                          "--rows_per_rank=2": "rows_per_step: checkpoint 1"}.items():
-        done = run(here, "config", "--steps=8", change, nodes=1, ranks=1, check=False)
-        assert done.returncode == EXIT_CONFIG and named in done.stderr and "--run=NAME" in done.stderr, done.stderr
->>>>>>> mend2
     assert before == sorted((p, p.stat().st_mtime_ns) for p in (here / "out" / "config").rglob("*"))
     told, = short_runs(here, [*config, "--steps=8", "--lr=1e-3"])
     assert "exit 0" in first and "another --lr: 0.003 -> 0.001" in told
