@@ -252,12 +252,13 @@ class Pending:
 
     def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None, entry: list | None = None):
         self.purpose, self._work, self._keep, self._result, self._entry = purpose, work, keep, result, entry
+        self._device = keep[0].device if keep else None
 
     def wait(self) -> Tensor:
         if WIRE.trace is not None and self._work is not None:
             WIRE.trace.append(("wait", self.purpose))
         if self._work is not None:
-            WIRE.wait(self.purpose, self._work, self._entry, self._entry and self._keep[0].device)
+            WIRE.wait(self.purpose, self._work, self._entry, self._device)
         out = self._result() if self._result else self._keep[-1]
         self._work = self._keep = self._result = None
         return out

@@ -349,7 +349,8 @@ def test_an_arena_for_a_gpu_is_pinned_after_the_cpu_has_touched_it(monkeypatch):
         pinned.append((address, nbytes, flags))
         return failure[0]
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: 0))
     arena = offload.Arena("inputs", 4096, CUDA)
     assert pinned == [(arena.slab.data_ptr(), 4096, 0)] and arena.slab.device.type == "cpu" and not arena.slab.any()
     failure[0] = 2
