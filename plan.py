@@ -922,8 +922,9 @@ PROBE_S = 0.4  # seconds of each measurement
 def measure(settings: list[str], o: Options) -> dict[str, float]:
     """Starts the ranks, which measure together, and returns the slowest one's rates."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "launch.py", "--scheduler=none", "--nodes", str(o.nodes), "--ranks-per-node",
-                               str(o.ranks_per_node), "--", "plan.py", "--probe", folder, *settings], cwd=Path(__file__).parent, capture_output=True, text=True)
+        argv = [sys.executable, "launch.py", "--scheduler=none", "--nodes", str(o.nodes), "--ranks-per-node", str(o.ranks_per_node),
+                "--", "plan.py", "--probe", folder, *settings]
+        done = subprocess.run(argv, cwd=Path(__file__).parent, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"--machine=this-machine: the probe ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
@@ -932,28 +933,30 @@ def measure(settings: list[str], o: Options) -> dict[str, float]:
 
 
 def of_a_cpu(measured: dict[str, float], ranks_per_node: int, nodes: int = 1) -> dict[str, float]:
-    """The constants of a machine without accelerators that are not measured: ranks, simulated nodes and arenas share what it has."""
+    """The constants of a machine without accelerators that are not measured: ranks, simulated nodes and arenas share what it has.
+    Where no core is left over, transfers take those that compute."""
     cores, total = len(os.sched_getaffinity(0)), offload.host_memory()[0]
+    share = int(nodes * ranks_per_node >= cores)
     return {
-        "ranks_per_node": ranks_per_node, "peak_fp32": measured["peak_bf16"], "processors": cores, "default_ctas": 0, "launch_s": 0.0,
+        "ranks_per_node": ranks_per_node, "peak_fp32": measured["peak_bf16"], "processors": 1, "default_ctas": share, "launch_s": 0.0,
         "dense_efficiency": 1.0, "memory_efficiency": 1.0, "sort_passes": 4, "node_hop_s": 0.0, "net_hop_s": 0.0, "peer_s": 0.0,
         "net_rate": measured["node_rate"], "copy_rate": measured["memory_rate"], "host_rate": measured["memory_rate"], "copy_s": 1e-4,
         "reserved": 0.3 * GIB, "host_reserved": 0.0, "memory": total / (nodes * ranks_per_node),
         "host_memory": total / (nodes * ranks_per_node), "shared_memory": 1.0}
 
 
-def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0,
-               finish: Callable[[], object] = lambda: None) -> float:
+def seconds_of(run: Callable[[], object], together: Callable[[], object], count: int = 0, finish: Callable[[], object] = lambda: None,
+               clock: Callable[[], float] = time.perf_counter) -> float:
     """Mean time of a call, while all ranks make it; count: that often, where they must agree on it. finish: waits for the device."""
     run()
     finish()
     together()
     times, until = [], time.perf_counter() + PROBE_S
     while len(times) < count or not count and (not times or time.perf_counter() < until):
-        began = time.perf_counter()
+        began = clock()
         run()
         finish()
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return statistics.mean(times)
 
 
@@ -980,18 +983,24 @@ def probe(folder: str, settings: list[str]):
     def together():
         parallel.exchange([0.0], grid, where.device)
 
+    # the time on a core, of which a rank has its share: who is at work while another measures is chance, in a step all are
+    share = max(1.0, where.world * torch.get_num_threads() / len(os.sched_getaffinity(0)))
+
+    def seconds(run) -> float:
+        return share * seconds_of(run, together, clock=time.thread_time)
+
     tiny = torch.zeros(8)
-    found = {"kernel_s": seconds_of(lambda: [tiny.add_(1) for _ in range(100)], together) / 100 * 2}  # autograd costs about as much
+    found = {"kernel_s": seconds(lambda: [tiny.add_(1) for _ in range(100)]) / 100 * 2}  # autograd costs about as much
     here = passes(m, grid, dtype, T, where.device)
     for name, run in here.items():
         _, nbytes, count = cost_of(lambda device, name=name: passes(m, grid, dtype, T, device)[name], m)
-        found[f"{name} rate"] = nbytes / max(1e-9, seconds_of(run, together) - count * found["kernel_s"])
+        found[f"{name} rate"] = nbytes / max(1e-9, seconds(run) - count * found["kernel_s"])
     found["memory_rate"] = found["element-wise rate"]
     products = product_rates(m, grid, dtype, T, where.device)
-    speed = {name: flops / seconds_of(run, together) for name, (flops, run) in products.items()}
+    speed = {name: flops / seconds(run) for name, (flops, run) in products.items()}
     peak = found["peak_bf16"] = speed.pop("dense_efficiency")
     found |= {name: value / peak for name, value in speed.items()}
-    found |= transfer_rates(grid, T, m, where.device, together)
+    found |= transfer_rates(grid, T, m, where.device, together, work=products["head_efficiency"][1] if share > 1 else lambda: None)
     Path(folder, f"{where.rank}.json").write_text(json.dumps(found))
 
 
@@ -1033,15 +1042,23 @@ def product_rates(m: Model, grid, dtype, T: int, device: torch.device) -> dict[s
             "fp32_efficiency": (2 * T * m.width * m.experts, lambda: h32 @ router)}
 
 
-def transfer_rates(grid, T: int, m: Model, device: torch.device, together,
-                   finish: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Of a gather over all ranks: seconds of a small one, bytes/s of a large one."""
+def transfer_rates(grid, T: int, m: Model, device: torch.device, together, finish: Callable[[], object] = lambda: None,
+                   work: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Of a gather over all ranks: seconds of a small one, bytes/s of a large one. work: beside them, where ranks have no core to
+    themselves: then a transfer costs what it adds to the work, several times what it takes alone."""
     if grid.world.size == 1:
         return {"base_s": 1e-5, "node_rate": 1e10}
-    group, x = grid.shard, torch.zeros(T, m.width, device=device)
-    base = seconds_of(lambda: parallel.all_gather(x[0, :1], group, "scalars").wait(), together, 30, finish)
-    large = seconds_of(lambda: parallel.all_gather(x, group, "scalars").wait(), together, 15, finish)
-    return {"base_s": base, "node_rate": x.nbytes * (group.size - 1) / max(1e-9, large - base)}
+    group, xs = grid.shard, [torch.zeros(T, m.width, device=device) for _ in range(16)]  # more than a cache holds
+    turn = itertools.cycle(xs)
+
+    def beside_work(x):
+        pending = parallel.all_gather(x, group, "scalars")
+        work()
+        pending.wait()
+
+    base = seconds_of(lambda: parallel.all_gather(xs[0][0, :1], group, "scalars").wait(), together, 30, finish)
+    small, large = (seconds_of(lambda: beside_work(x()), together, 64, finish) for x in (lambda: xs[0][0, :1], lambda: next(turn)))
+    return {"base_s": base, "node_rate": xs[0].nbytes * (group.size - 1) / max(1e-9, large - small)}
 
 
 # ------------------------------------------------------------------------------------------------------------------
