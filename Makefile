@@ -49,12 +49,13 @@ $(STAMP): requirements.txt
 	done; \
 	echo "error: no Python 3.10 or newer as python3 or python3.10 to python3.13 on the PATH; install one" >&2; exit 1
 
+# What is given of these becomes an option of launch.py; LAUNCH is passed on as it is.
+LAUNCHER = $(strip $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) $(if $(SITE),--site $(SITE)) \
+  $(if $(TIME),--time $(TIME)) $(if $(ACCOUNT),--account $(ACCOUNT)) $(if $(PARTITION),--partition $(PARTITION)) \
+  $(if $(SPARES),--spares $(SPARES)) $(if $(CHAIN),--chain $(CHAIN)) $(if $(filter-out 0,$(DRY)),--dry))
+
 train: $(STAMP)
-	exec $(PY) launch.py $(if $(NODES),--nodes $(NODES)) $(if $(RANKS),--ranks-per-node $(RANKS)) \
-	  $(if $(SITE),--site $(SITE)) $(if $(TIME),--time $(TIME)) $(if $(ACCOUNT),--account $(ACCOUNT)) \
-	  $(if $(PARTITION),--partition $(PARTITION)) $(if $(SPARES),--spares $(SPARES)) $(if $(CHAIN),--chain $(CHAIN)) \
-	  $(if $(filter-out 0,$(DRY)),--dry) $(LAUNCH) -- \
-	  train.py --size=$(SIZE) $(ARGS)
+	exec $(PY) launch.py $(LAUNCHER) $(LAUNCH) -- train.py --size=$(SIZE) $(ARGS)
 
 check-nodes: $(STAMP)
 	exec $(PY) cluster.py check-nodes
