@@ -252,7 +252,7 @@ class Pending:
 
     def __init__(self, purpose: str, work, keep: tuple, result: Callable[[], Tensor] | None, entry: list | None = None):
         self.purpose, self._work, self._keep, self._result, self._entry = purpose, work, keep, result, entry
-        self._device = keep[0].device if keep else None
+        self._device = keep[0].device if entry else None
 
     def wait(self) -> Tensor:
         if WIRE.trace is not None and self._work is not None:
