@@ -126,12 +126,15 @@ def by_themselves(e: Evidence) -> list[Exit]:
 
 def first_failure(exits: list[Exit]) -> Exit | None:
     """The cause among those that failed at about the same time: one killed by a signal rather than one that gave a code; last
-    what is mostly the consequence, a lost connection: a plain 1, or an abort."""
+    what is mostly the consequence, a lost connection: a plain 1, or an abort. A process that SIGKILL ends may close its
+    connections long before it is gone, while the kernel writes its files to the disk."""
     failed = [exit for exit in exits if exit.code not in (EXIT_OK, EXIT_STOPPED)]
     earliest = min((exit.time for exit in failed), default=0.0)
     mostly_consequences = (EXIT_FAILED, -signal.SIGABRT)
-    return min((exit for exit in failed if exit.time < earliest + PEER_GRACE_S),
-               key=lambda x: (2 if x.code in mostly_consequences else x.code >= 0, x.time, x.rank), default=None)
+    near = [exit for exit in failed if exit.time < earliest + PEER_GRACE_S]
+    if all(exit.code in mostly_consequences for exit in near):
+        near = [exit for exit in failed if exit.code == -signal.SIGKILL] or near
+    return min(near, key=lambda x: (2 if x.code in mostly_consequences else x.code >= 0, x.time, x.rank), default=None)
 
 
 def shell_code(code: int) -> int:
@@ -415,6 +418,8 @@ class Attempt:
         self.progress = self.read_progress()
         if not self.ending:
             self.own = set(self.handle.codes())
+        elif not self.killed:
+            self.own |= self.killed_by_others()
 
     def world(self) -> int:
         return len(self.nodes) * self.starter.ranks_per_node
@@ -440,8 +445,13 @@ class Attempt:
         if now >= self.failed + PEER_GRACE_S + TERM_GRACE_S:
             self.kill()
 
+    def killed_by_others(self) -> set[int]:
+        """Ranks that SIGKILL has ended, while the launcher had sent no more than SIGTERM."""
+        return {rank for rank, code in self.handle.codes().items() if code == -signal.SIGKILL}
+
     def kill(self):
         """Ends the attempt; a process that the kernel holds, or that cannot be reached, is left to it."""
+        self.own |= self.killed_by_others()
         self.killed = True
         self.handle.kill()
 

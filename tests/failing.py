@@ -55,6 +55,11 @@ def strike(kind: str, run, plan: Path):
         import torch
 
         torch.empty(2**56, dtype=torch.uint8)
+    elif kind == "killed for memory":
+        Path((plan.parent / "group").read_text(), "cgroup.procs").write_text(str(os.getpid()))
+        taken = []
+        while True:
+            taken.append(b"x" * 2**20)
     elif kind == "no space":
         with open("/dev/full", "w") as full:
             full.write("x")
@@ -100,6 +105,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    with open(Path(sys.argv[1]).parent / "ports", "a") as ports:
+        ports.write(os.environ["MASTER_PORT"] + "\n")
     FAULT = planned(Path(sys.argv[1]), next(arg[6:] for arg in sys.argv if arg.startswith("--run=")))
     if FAULT["kind"] == "before the first line":
         sys.exit(1)

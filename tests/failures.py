@@ -4,13 +4,16 @@ some spares goes through seeded faults of failing.py, and some that lie in how i
     python tests/soak.py --kinds failures --faults 100      all kinds
     python tests/soak.py --kinds hangs --faults 20          a rank stopped at random places
 
-Of each fault: cause, decision, exit code, excluded node, for a hang the rank and the collective. At the end the losses and
-weights are the undisturbed run's. Misjudged ones are counted, not fatal; anything else is."""
+Of each fault: cause, decision, exit code, excluded node, for a hang the rank and the collective. After each launch no process
+and no port of it is left. At the end the losses and weights are the undisturbed run's. Misjudged ones are counted, not fatal;
+anything else is."""
 
+import contextlib
 import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -29,12 +32,15 @@ SHAPE = ["--nodes", "2", "--ranks-per-node", "1", "--threads", "1"]
 EVERY = 3  # steps between checkpoints
 STEP_TIMEOUT_S = 6.0  # a step takes 0.05 s, but other work may share the machine
 SPARES = 2
+NO_MEMORY = "killed for memory"  # by the kernel, in a control group that may take ROOM more
+ROOM = 64 * 2**20
 # kind -> cause, and the launcher's exit code if it must not go on
 EXPECTED = {"kill 9": (recover.KILLED, None), "kill 11": (recover.KILLED, None), "kill 15": (recover.KILLED, None),
             "kill 15 at the start": (recover.KILLED, None), "node down": (recover.NODE, None),
             "damaged checkpoint": (recover.KILLED, None),
             "stopped": (recover.HANG, None), "busy": (recover.HANG, None), "asleep": (recover.HANG, None),
             "silent": (recover.HANG, None), "printing": (recover.HANG, None), "out of memory": (recover.MEMORY, None),
+            NO_MEMORY: (recover.MEMORY, None),
             "before the first line": (recover.START, None), "exception": (recover.ERROR, None),
             "no space": (recover.NO_SPACE, EXIT_NO_SPACE), "diverged": (recover.DIVERGED, EXIT_DIVERGED),
             "cancelled": (recover.STOPPED, EXIT_STOPPED), "walltime": (recover.STOPPED, EXIT_STOPPED),
@@ -74,13 +80,56 @@ def stopping() -> tuple[str, ...]:
     return tuple(kind for kind, (_, code) in EXPECTED.items() if code is not None)
 
 
+@contextlib.contextmanager
+def control_group():
+    """A folder of the kernel's whose processes may take ROOM bytes of memory, or None where we may not make one."""
+    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        group = Path(parent, f"nano1t-soak-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(ROOM))
+                if (swap := group / "memory.swap.max").exists():
+                    swap.write_text("0")
+                yield group
+                return
+        finally:
+            group.rmdir()
+    yield None
+
+
+def left_of(here: Path) -> str:
+    """What a launch has left though it ended: processes that know this folder, ports where its ranks met. Waits a little for
+    those that are on their way."""
+    until = time.monotonic() + 5
+    while found := [place.name for place in Path("/proc").glob("[0-9]*") if knows(place, os.fsencode(f"{here}/plan.json"))]:
+        if time.monotonic() > until:
+            return f"processes {found}"
+        time.sleep(0.05)
+    for port in sorted(set((here / "ports").read_text().split() if (here / "ports").exists() else ())):
+        try:
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            return f"port {port}: {error}"
+    return ""
+
+
+def knows(place: Path, word: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return word in (place / "cmdline").read_bytes().split(b"\0")
+    return False
+
+
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def start(here: Path, lines: int, faults: list[dict], steps: int, log) -> subprocess.Popen:
     """A launch that goes through these faults until one of them ends it. lines: that attempts.jsonl has now."""
-    for name in ("down.json", "struck"):
+    for name in ("down.json", "struck", "ports"):
         (here / name).unlink(missing_ok=True)
     (here / "plan.json").write_text(json.dumps({"lines": lines, "faults": faults}))
     budgets = ",".join(f"{cause}=1000" for cause in recover.BUDGETS)
@@ -144,6 +193,16 @@ def follow(here: Path, process: subprocess.Popen, before: int, faults: list[dict
 
 def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
     """Goes through the faults; returns the misjudged ones. Raises Failure for all else that must not happen."""
+    with control_group() as group:
+        (here / "group").write_text(str(group))
+        if group is None and NO_MEMORY in kinds:
+            print(f"left out: {NO_MEMORY}, which takes the right to make a control group (root)", flush=True)
+            kinds = [kind for kind in kinds if kind != NO_MEMORY]
+        return go_through(here, count, seed, kinds)
+
+
+def go_through(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
+    """Of those kinds."""
     chance, began, wrongs, seen = random.Random(seed), time.monotonic(), [], Counter()
     faults, log, code = plan_faults(count, kinds, chance), open(here / "log", "w+b"), None
     number = Counter(fault["kind"] for fault in faults)
@@ -159,6 +218,8 @@ def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
             behind = 1
             wrongs += [] if code == EXIT_CONFIG else [f"{batch[0]}: code {code}"]
             print(f"{'bad flag':<22} code {code}", flush=True)
+        if left := left_of(here):
+            raise Failure(f"after a launch through {[fault['kind'] for fault in batch]} there are still {left}")
         if not behind or done + behind < count and code == EXIT_OK:
             raise Failure(f"the launch ended with {code} after {behind} of {len(batch)} faults; the log ends with\n{tail(log)}")
         done += behind
@@ -170,7 +231,7 @@ def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
     names = ", ".join(f"{n} x {kind}" for kind, n in sorted(number.items()))
     print(f"{count} faults ({names}) in {time.monotonic() - began:.0f} s, {len(wrongs)} misjudged; goodput "
           f"{useful_s / wall_s:.0%}; from the last sign of life to the first step back: median {median(back):.1f} s, longest "
-          f"{max(back):.1f} s; losses and weights are the undisturbed run's. Stopped ranks, by whether they had launched the "
+          f"{max(back):.1f} s; no process and no port left; losses and weights are the undisturbed run's. Stopped ranks, by whether they had launched the "
           f"collective that is named: {dict(seen)}")
     return wrongs
 

@@ -83,6 +83,8 @@ CASES = {
     "an error in the start": (ended(1, 1, 1, 1, page={**PAGE, "phase": "init"}, **STUCK), START, True, 1, ()),
     "before the first line, on a node": (ended(None, None, 1, 1, page=None, **STUCK), START, True, 1, ("n1",)),
     "peers that the launcher has ended": (ended(-15, -15, -11, -15, ended=(0, 1, 3)), KILLED, True, 139, ()),
+    "killed, and gone long after its peers have lost it": (
+        replace(e := ended(1, 1, -9, 1, ended=(3,)), exits={**e.exits, 2: replace(e.exits[2], time=103.5)}), KILLED, True, 137, ()),
     "bad in a check": (ended(1, 1, -9, 1, suspects={"n0": "wrong product"}), KILLED, True, 137, ("n0",)),
     "an error whose exit aborts": (
         page(page(ended(1, -6, 1, 1), 1, ends=71, ends_at=99.0), 0, ends=1, ends_at=99.5), MEMORY, True, 71, ()),

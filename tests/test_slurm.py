@@ -25,7 +25,9 @@ TINY = ["--layers=2", "--width=64", "--heads=4", "--kv_heads=2", "--head_dim=16"
         "--seq_len=64", "--data=texts", "--wandb=off", "--val_every=0", "--warmup=5"]
 TORTURE = ["--run=two words", "it's", 'say "x"', "$HOME", "`id`", "a\nb", "", "größe=✓", "--", "*", "\\n", "#SBATCH --nodes=9"]
 LAUNCH, TRAIN = ROOT / "launch.py", ROOT / "train.py"
-NAP = "import json, os, sys, time\nopen(sys.argv[2] + os.environ['RANK'], 'w').write(str(os.getpid()))\n"
+NAP = ("import json, os, socket, sys, time\nserver = socket.create_server(('', int(os.environ['MASTER_PORT']))) "
+       "if os.environ['RANK'] == '0' else None\n"  # it keeps the port where ranks meet
+       "open(sys.argv[2] + os.environ['RANK'], 'w').write(os.environ['MASTER_PORT'])\n")
 NAP += "while True:\n    time.sleep(0.1)\n"  # a signal that comes between two naps is seen after the next
 NOTE = "import json, os, sys\nopen(__file__ + os.environ['RANK'], 'w').write(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
 
@@ -93,7 +95,12 @@ def gone(marker):
         time.sleep(0.1)
 
 
-SETTINGS = [f"--{name}" for name in ("steps=3", "ckpt_every=0", "rows_per_rank=1")]
+def free(port):
+    """Somebody else could listen there."""
+    socket.create_server(("", int(port))).close()
+
+
+SETTINGS = [f"--{name}" for name in ("steps=150", "ckpt_every=0", "rows_per_rank=1")]
 
 
 @pytest.fixture(scope="module")
@@ -111,21 +118,28 @@ def whole(slurm, home):
 
 
 def test_make_train_on_a_login_node_submits_trains_and_finishes(whole, home):
-    assert "step 3/3" in log_of(home, whole) and [step for step, *_ in losses(home, "whole")] == [1, 2, 3]
+    assert "step 150/150" in log_of(home, whole) and [step for step, *_ in losses(home, "whole")] == list(range(1, 151))
     (only,) = attempts(home, "whole")
     assert (only["cause"], only["nodes"]) == ("done", ["n1", "n2"])
     assert not list((home / "out" / "jobs").glob("*/"))  # what the attempts left is gone
 
 
 def test_chained_jobs_finish_a_run_that_is_longer_than_their_limit(whole, slurm, home):
-    """Each job may take 20.4 s, of which 20 are kept for the way out: one step each."""
-    make(slurm, home, "train", "NODES=2", "RANKS=1", "TIME=10:00", "CHAIN=5", "LAUNCH=--no-node-check",
-         "ARGS=" + " ".join(["--run=chained", *TINY, *SETTINGS, "--walltime=0.34"]))
+    """The first job's ranks stand still until Slurm itself warns them, 30 s before the limit of a minute."""
+    job = job_of(make(slurm, home, "train", "NODES=2", "RANKS=1", "TIME=1:00", "CHAIN=5", "LAUNCH=--no-node-check",
+                      "ARGS=" + " ".join(["--run=chained", *TINY, *SETTINGS])))
+    slurm.until(lambda: "step 20/" in log_of(home, job), "the 20th step")
+    for rank, _ in ranks_of("--run=chained"):
+        os.kill(rank, signal.SIGSTOP)
+    slurm.until(lambda: "SIGUSR1 passed on to 2 ranks" in log_of(home, job), "the warning", 90)
+    for rank, _ in ranks_of("--run=chained"):
+        os.kill(rank, signal.SIGCONT)
     slurm.until(lambda: not slurm.jobs(), "the end of the chain", 150)
     assert losses(home, "chained") == losses(home, "whole")
-    assert [(a["cause"], a["code"]) for a in attempts(home, "chained")] == [("stopped", EXIT_STOPPED)] * 2 + [("done", 0)]
-    assert len(list((home / "out" / "jobs").glob("nano1t-chained-*.log"))) == 3
-    whole_state, state = tensors(home, "whole", 3), tensors(home, "chained", 3)
+    assert [(a["cause"], a["code"], a["asked"]) for a in attempts(home, "chained")] == [
+        ("stopped", EXIT_STOPPED, ["SIGUSR1"]), ("done", 0, [])]
+    assert len(list((home / "out" / "jobs").glob("nano1t-chained-*.log"))) == 2
+    whole_state, state = tensors(home, "whole", 150), tensors(home, "chained", 150)
     assert whole_state.keys() == state.keys() and all(torch.equal(whole_state[k], state[k]) for k in state)
 
 
@@ -137,7 +151,7 @@ def test_a_warning_ends_the_run_with_a_checkpoint_and_a_file_ends_the_chain(slur
     slurm.until(lambda: "step 2/" in log_of(home, job), "the second step")
     follower = re.search(r"job (\d+) goes on after this one; 2 more may follow", log_of(home, job))[1]
     assert f"afterany:{job}" in slurm.run("squeue", "-h", "-j", follower, "-o", "%E")
-    port = int(re.search(r"MASTER_PORT=(\d+)", environment_of("--run=warned"))[1])
+    port = ranks_of("--run=warned")[0][1]["MASTER_PORT"]
     (home / "out" / "warned" / "stop").touch()
     slurm.run("scancel", "--batch", "--signal=USR1", job)  # as `#SBATCH --signal=B:USR1@...` does
     slurm.until(lambda: not slurm.jobs(), "the end of the job and its follower")
@@ -145,16 +159,19 @@ def test_a_warning_ends_the_run_with_a_checkpoint_and_a_file_ends_the_chain(slur
     assert (only["cause"], only["code"], only["asked"]) == ("stopped", EXIT_STOPPED, ["SIGUSR1"]), log_of(home, job)
     assert tensors(home, "warned", only["step_after"])
     gone("--run=warned")
-    socket.create_server(("", port)).close()
+    free(port)
 
 
-def environment_of(word):
-    """Of some rank that has this word in its command line."""
+def ranks_of(word):
+    """(process id, environment) of the ranks that have this word in their command line."""
+    found = []
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if word.encode() in (place / "cmdline").read_bytes() and b"\0RANK=" in (text := (place / "environ").read_bytes()):
-                return text.replace(b"\0", b"\n").decode()
-    raise AssertionError(f"no rank with {word}")
+            words, entries = ((place / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+            if word.encode() in words and b"--task" not in words and any(entry.startswith(b"RANK=") for entry in entries):
+                found.append((int(place.name), dict(entry.decode().split("=", 1) for entry in entries if b"=" in entry)))
+    assert found, f"no rank with {word}"
+    return found
 
 
 def test_a_node_that_fails_is_replaced_through_the_node_list(slurm, home):
@@ -241,6 +258,7 @@ def test_nothing_is_left_after_any_end(slurm, tmp_path, end):
         slurm.run("scancel", *slurm.jobs())
     process.communicate(timeout=60)
     gone(str(script))
+    free((tmp_path / "pid-0").read_text())
 
 
 def is_launcher(place, script):
@@ -360,6 +378,7 @@ def test_mpiexec_passes_a_request_to_stop_and_leaves_nothing(pbs, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, errors
     gone(str(script))
+    free((tmp_path / "pid-0").read_text())
 
 
 def test_ranks_that_mpiexec_starts_meet(pbs, tmp_path):
