@@ -263,7 +263,7 @@ def _rows(path: str, where: str):
 
 
 def _open(path: str, kind: str):
-    return gzip.open(path, "rb") if kind.endswith(".gz") else _zstd()(path) if kind.endswith(".zst") else open(path, "rb")
+    return gzip.open(path, "rb") if kind.endswith(".gz") else _zstd()(path) if kind.endswith(".zst") else open(path, "rb", 1 << 20)
 
 
 def _span_records(path: str, begin: int, end: int, setting: str, counts: Counter, skip: int):
@@ -390,14 +390,14 @@ def _rule(units: list[dict]) -> dict:
 
 def _hash(task: dict, tell) -> list[str]:
     """The hash of each span."""
-    found = []
+    found, block = [], memoryview(bytearray(1 << 18))
     for path, begin, end in task["spans"]:
         h, left = hashlib.sha256(), end - begin
-        with open(path, "rb") as f:
+        with open(path, "rb", 0) as f:
             f.seek(begin)
-            while left and (block := f.read(min(left, 1 << 20))):
-                h.update(block)
-                left -= len(block)
+            while left and (n := f.readinto(block[:left])):
+                h.update(block[:n])
+                left -= n
         found.append(h.hexdigest())
     return found
 
@@ -417,7 +417,8 @@ def _sample(task: dict, tell) -> list:
 
 @lru_cache(1)
 def _encoder(model: str, vocab: int, kind: str) -> Encoder:
-    return Encoder(Path(model).read_bytes(), vocab, kind)
+    with _no_gc():
+        return Encoder(Path(model).read_bytes(), vocab, kind)
 
 
 def _note(folder: Path, unit: int, part: int) -> Path:
@@ -653,7 +654,7 @@ def _scopes(module: ast.Module):
 
 @contextlib.contextmanager
 def _no_gc():
-    """Syntax trees are many objects without cycles: the collector would double the time and find nothing."""
+    """Syntax trees and vocabularies are many objects without cycles: the collector would double the time and find nothing."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -33,6 +33,10 @@ import errno
 import hashlib
 import math
 import os
+
+if __name__ == "__main__":  # before numpy is imported, whose threads for matrix products would spin once, for nothing
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import queue
 import shlex
 import shutil

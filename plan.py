@@ -580,8 +580,9 @@ class Flow:
 class Transfers:
     """All queues and links. A group's transfers run one after the other; those that are on a link share it evenly."""
 
-    def __init__(self, link_rates: dict[str, float]):
-        self.now, self.rates = 0.0, link_rates
+    def __init__(self, link_rates: dict[str, float], alone: bool = False):
+        """alone: one transfer at a time, whatever its group: they take the time of a core."""
+        self.now, self.rates, self.alone = 0.0, link_rates, alone
         self.queues: dict[str, list[Flow]] = defaultdict(list)
         self.active: list[Flow] = []
         self.done: list[Flow] = []
@@ -589,7 +590,7 @@ class Transfers:
 
     def add(self, flow: Flow):
         flow.issued = self.now
-        queue = self.queues[flow.start.group]
+        queue = self.queues["all" if self.alone else flow.start.group]
         queue.append(flow)
         if queue[0] is flow:
             flow.begun = self.now
@@ -630,7 +631,7 @@ class Transfers:
         flow.end = self.now
         self.active.remove(flow)
         self.done.append(flow)
-        queue = self.queues[flow.start.group]
+        queue = self.queues["all" if self.alone else flow.start.group]
         queue.pop(0)
         if queue:
             queue[0].begun = self.now
@@ -685,7 +686,7 @@ def replay(rec: Recording, r: dict[str, float], attention: float = 1.12, penalti
     still until the transfer is over. penalties: (group, purpose) -> seconds that each such transfer takes at least."""
     ctas = {"column": rec.hp.column_ctas or r["default_ctas"], "in": 0, "out": 0}
     link = {INFINIBAND: r["net_rate"], NVLINK: r["node_rate"], C2C_IN: r["copy_rate"], C2C_OUT: r["copy_rate"]}
-    moving, flows, spans = Transfers(link), {}, []
+    moving, flows, spans = Transfers(link, alone=r["processors"] == 1), {}, []
     compute, exposed, phases, link_bytes = Counter(), Counter(), Counter(), Counter()
     cpu = slowed = launch_wait = 0.0
     phase = "forward"
@@ -695,8 +696,9 @@ def replay(rec: Recording, r: dict[str, float], attention: float = 1.12, penalti
         began = moving.now
         while seconds > 1e-12:
             change, shares = moving.next_change() if moving.active else (math.inf, {})
-            speed = 1 - products * min(0.9, moving.held() / r["processors"])
-            step = min(seconds / speed, change)
+            held = moving.held() / r["processors"]
+            speed = 1 - products * min(0.9, held) if r["processors"] > 1 else max(0.0, 1 - held)  # a lone core does one thing
+            step = min(seconds / speed, change) if speed else change
             moving.advance(step, shares)
             seconds -= step * speed
         return moving.now - began
@@ -986,28 +988,40 @@ def probe(folder: str, settings: list[str]):
     # the time on a core, of which a rank has its share: who is at work while another measures is chance, in a step all are
     share = max(1.0, where.world * torch.get_num_threads() / len(os.sched_getaffinity(0)))
 
-    def seconds(run) -> float:
-        return share * seconds_of(run, together, clock=time.thread_time)
-
-    tiny = torch.zeros(8)
-    found = {"kernel_s": seconds(lambda: [tiny.add_(1) for _ in range(100)]) / 100 * 2}  # autograd costs about as much
-    here = passes(m, grid, dtype, T, where.device)
-    for name, run in here.items():
+    tiny, known = torch.zeros(8), product_rates(m, grid, dtype, T, where.device)
+    works = {"kernel": lambda: [tiny.add_(1) for _ in range(100)], **passes(m, grid, dtype, T, where.device),
+             **{name: run for name, (_, run) in known.items()}}
+    seconds = {name: share * took for name, took in in_turn(works, together).items()}
+    found = {"kernel_s": seconds["kernel"] / 100 * 2}  # autograd costs about as much
+    for name in passes(m, grid, dtype, T, META):
         _, nbytes, count = cost_of(lambda device, name=name: passes(m, grid, dtype, T, device)[name], m)
-        found[f"{name} rate"] = nbytes / max(1e-9, seconds(run) - count * found["kernel_s"])
+        found[f"{name} rate"] = nbytes / max(1e-9, seconds[name] - count * found["kernel_s"])
     found["memory_rate"] = found["element-wise rate"]
-    products = product_rates(m, grid, dtype, T, where.device)
-    speed = {name: flops / seconds(run) for name, (flops, run) in products.items()}
+    speed = {name: flops / seconds[name] for name, (flops, _) in known.items()}
     peak = found["peak_bf16"] = speed.pop("dense_efficiency")
     found |= {name: value / peak for name, value in speed.items()}
-    found |= transfer_rates(grid, T, m, where.device, together, work=products["head_efficiency"][1] if share > 1 else lambda: None)
+    found |= transfer_rates(grid, T, m, where.device, together, share=share, work=works["dense_efficiency"])
     Path(folder, f"{where.rank}.json").write_text(json.dumps(found))
+
+
+def in_turn(works: dict[str, Callable[[], object]], together: Callable[[], object]) -> dict[str, float]:
+    """Mean seconds on a core that each takes, one after the other as in a step: what it reads is seldom in a cache then."""
+    times, until = defaultdict(list), time.perf_counter() + PROBE_S * len(works)
+    for run in works.values():
+        run()
+    together()
+    while not times or time.perf_counter() < until:
+        for name, run in works.items():
+            began = time.thread_time()
+            run()
+            times[name].append(time.thread_time() - began)
+    return {name: statistics.mean(of_one) for name, of_one in times.items()}
 
 
 def passes(m: Model, grid, dtype, T: int, device: torch.device) -> dict[str, Callable[[], object]]:
     """Work of each class that memory bounds, in the model's sizes."""
     def x(*shape, dtype=dtype, grad=False):
-        return torch.zeros(shape, dtype=dtype, device=device).requires_grad_(grad)
+        return torch.ones(shape, dtype=dtype, device=device).requires_grad_(grad)  # zeros would all lie on one page of the kernel's
 
     rows = T * m.top_k
     h, w, dy, gate_up, weight = x(T, m.width, grad=True), x(m.width, dtype=torch.float32, grad=True), x(T, m.width), x(
@@ -1043,21 +1057,24 @@ def product_rates(m: Model, grid, dtype, T: int, device: torch.device) -> dict[s
 
 
 def transfer_rates(grid, T: int, m: Model, device: torch.device, together, finish: Callable[[], object] = lambda: None,
-                   work: Callable[[], object] = lambda: None) -> dict[str, float]:
-    """Of a gather over all ranks: seconds of a small one, bytes/s of a large one. work: beside them, where ranks have no core to
-    themselves: then a transfer costs what it adds to the work, several times what it takes alone."""
+                   share: float = 1.0, work: Callable[[], object] = lambda: None) -> dict[str, float]:
+    """Of a gather over all ranks: seconds of a small one, bytes/s of a large one. share: ranks per core. With more than one a
+    transfer costs what it adds to the cores' time of work beside it: several times what it takes alone, since it comes in
+    small pieces between those of the work, and takes the caches."""
     if grid.world.size == 1:
         return {"base_s": 1e-5, "node_rate": 1e10}
-    group, xs = grid.shard, [torch.zeros(T, m.width, device=device) for _ in range(16)]  # more than a cache holds
-    turn = itertools.cycle(xs)
+    group, xs = grid.shard, [torch.ones(T, m.width, device=device) for _ in range(16)]  # more than a cache holds
+    turn, clock = itertools.cycle(xs), time.process_time if share > 1 else time.perf_counter
 
-    def beside_work(x):
+    def gather(x, work=lambda: None):
         pending = parallel.all_gather(x, group, "scalars")
         work()
         pending.wait()
 
-    base = seconds_of(lambda: parallel.all_gather(xs[0][0, :1], group, "scalars").wait(), together, 30, finish)
-    small, large = (seconds_of(lambda: beside_work(x()), together, 64, finish) for x in (lambda: xs[0][0, :1], lambda: next(turn)))
+    work = work if share > 1 else lambda: None
+    base = share * seconds_of(lambda: gather(xs[0][0, :1]), together, 30, finish, clock)
+    small, large = (share * seconds_of(lambda: gather(x(), work), together, 64, finish, clock)
+                    for x in (lambda: xs[0][0, :1], lambda: next(turn)))
     return {"base_s": base, "node_rate": xs[0].nbytes * (group.size - 1) / max(1e-9, large - small)}
 
 

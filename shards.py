@@ -177,7 +177,7 @@ class ShardWriter:
         self.paths = [Path(f"{prefix}.bin"), Path(f"{prefix}.idx")]
         self.dtype, self._lengths, self._hash = np.dtype(dtype), array("i"), hashlib.sha256()
         self._code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
-        self._bin = open(self.paths[0], "wb")
+        self._bin = open(self.paths[0], "wb", 1 << 20)
 
     def add(self, ids_T) -> None:
         """One document: integers [T], or their bytes in the shard's dtype."""

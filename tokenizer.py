@@ -58,7 +58,7 @@ def train_tokenizer(lines, vocab: int) -> bytes:
 
 def wire(message: bytes):
     """Yields (field number, raw value) of a protobuf message: enough to look into a .model without protobuf."""
-    at = 0
+    at, whole = 0, len(message)
 
     def varint() -> int:
         nonlocal at
@@ -69,12 +69,24 @@ def wire(message: bytes):
             if byte < 128:
                 return value
 
-    while at < len(message):
-        tag = varint()
-        if tag & 7 == 0:
+    while at < whole:
+        tag = message[at]                                    # most numbers have one byte: a vocabulary has 100,000
+        at += 1
+        if tag > 127:
+            at -= 1
+            tag = varint()
+        kind = tag & 7
+        if kind == 2:
+            size = message[at]
+            at += 1
+            if size > 127:
+                at -= 1
+                size = varint()
+        elif kind == 0:
             yield tag >> 3, varint().to_bytes(10, "little")
             continue
-        size = varint() if tag & 7 == 2 else {1: 8, 5: 4}[tag & 7]
+        else:
+            size = 8 if kind == 1 else 4
         yield tag >> 3, message[at:at + size]
         at += size
 
@@ -292,21 +304,26 @@ class Encoder:
         except ImportError:
             raise ConfigError("--encoder=gigatoken needs the package gigatoken (pip install gigatoken==0.10.0). "
                               "Install it, or use --encoder=auto.") from None
-        pieces = model_settings(model)["pieces"]
         try:
-            settings = json.loads(sentencepiece_to_tokenizer_json(model))
+            settings = sentencepiece_to_tokenizer_json(model)
         except ValueError as error:
             self.note = f"plain SentencePiece encodes, gigatoken does not read this model: {error}"
             return
-        if any(kind == UNUSED for _, kind in pieces):
+        ids = list(range(self.tok.vocab_size()))
+        pieces = self.tok.id_to_piece(ids)
+        if any(self.tok.is_unused(ids)):
             self.note = "plain SentencePiece encodes: gigatoken does not know the model's unused pieces"
             return
         # "</s>" in a document is text: gigatoken must neither look for control pieces nor be able to merge their names
-        settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
-        known = {text for text, _ in pieces}
-        self.literals += [text for text, kind in pieces if kind in (CONTROL, UNKNOWN, BYTE)
-                          and any(text[:i] in known and text[i:] in known for i in range(1, len(text)))]
-        self._new_gigatoken = partial(load_hf_json, json.dumps(settings))
+        known, kinds = set(pieces), zip(self.tok.is_control(ids), self.tok.is_unknown(ids), self.tok.is_byte(ids))
+        self.literals += [piece.encode() for piece, kind in zip(pieces, kinds) if any(kind)
+                          and any(piece[:i] in known and piece[i:] in known for i in range(1, len(piece)))]
+        key = '"added_tokens":'
+        begin = settings.index(key) + len(key)                # the rest is long: it is not read and written again
+        begin += len(settings[begin:begin + 9]) - len(settings[begin:begin + 9].lstrip())
+        tokens, end = json.JSONDecoder().raw_decode(settings, begin)
+        settings = settings[:begin] + json.dumps([token for token in tokens if not token["special"]]) + settings[end:]
+        self._new_gigatoken = partial(load_hf_json, settings)
         self.giga = self._new_gigatoken()
         self._encode = self._gigatoken
 
