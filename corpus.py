@@ -36,6 +36,11 @@ from pathlib import Path
 
 import sentencepiece
 
+try:
+    from orjson import loads as strict_json                  # optional, twice as fast
+except ImportError:
+    strict_json = None
+
 from errors import ConfigError
 from shards import (FORMAT, HELD_OUT, SPLITS, Shards, ShardWriter, digest, is_shards, read_manifest, stage, token_dtype,
                     write_synced)
@@ -233,13 +238,18 @@ def _lines(file, begin: int, end: int, where: str):
 
 def _parse(raw: bytes, where, counts: Counter) -> str | None:
     """The text of a line of JSON; None for an empty line. where() says which line it is."""
-    line = _decode(raw, counts).lstrip("\ufeff")
-    if not line or line.isspace():
-        return None
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where()} is not JSON ({error}). Correct or delete the line.") from None
+        record = strict_json(raw) if strict_json else None
+    except ValueError:                                       # it may still be something that we take
+        record = None
+    if record is None:
+        line = _decode(raw, counts).lstrip("\ufeff")
+        if not line or line.isspace():
+            return None
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where()} is not JSON ({error}). Correct or delete the line.") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ConfigError(f"{where()} has no string under the key \"text\". Write one object {{\"text\": \"...\"}} per line.")

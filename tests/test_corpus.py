@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import struct
@@ -323,6 +324,29 @@ def test_encoder_that_differs_is_not_trusted(small):
     encoder.cache[b"the"] = encoder.cache[b" loss"]
     encoder.trust([b"the loss"])
     assert encoder([b"the loss"]) == plain and "differs from SentencePiece" in encoder.note
+
+
+ODD_LINES = [b'{"text": "a"}\n', b'  {"x": [1, {"y": null}], "text": "b\\u00e9\\n\\u0000"} \r\n', '{"text": "é\u2028"}'.encode(), b"", b" \t\n",
+             b'\xef\xbb\xbf{"text": "c"}', b'{"text": "half \\ud800"}', b'{"text": "\\ud83e\\udd17"}', b'{"text": "bad \xff"}',
+             b'{"text": "first", "text": "last"}', b'{"text": "t", "n": NaN, "m": 1' + b"0" * 400 + b'}', b'{"text": "tab\t"}', b"null\n",
+             b'{"text": 3}', b'{"other": "d"}', b'["text"]', b'{"text": "cut', b'{"text": "e"} {}', b'{"text": "f", "deep": ' + b"[" * 5000 +
+             b"]" * 5000 + b"}", b"{'text': 'g'}", b'{"text": "\\x"}', b'{"text": "h",}']
+
+
+def test_both_json_parsers_take_and_refuse_the_same(monkeypatch):
+    pytest.importorskip("orjson")
+
+    def parsed(raw):
+        counts = Counter()
+        try:
+            return corpus._parse(raw, lambda: "line 1", counts), counts
+        except ConfigError as error:
+            return re.sub(r"\(.*\)", "", str(error)), counts
+
+    quick = [parsed(raw) for raw in ODD_LINES]
+    monkeypatch.setattr(corpus, "strict_json", None)
+    assert quick == [parsed(raw) for raw in ODD_LINES]
+    assert len([text for text, _ in quick if text and text.startswith("line 1")]) == 11
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("gigatoken"), reason="the optional package gigatoken is not installed")
