@@ -972,7 +972,11 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         if not out:
             return stage(cache, f"tokens-{key}", lambda folder: {**build(folder), "key": key}, f".tokens-{key}.partial")
         place = Path(out).absolute()
-        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out={out!r}: {str(place.parent)!r} cannot be made ({error.strerror}). Give a directory that "
+                              "can be.") from None
         if place.exists() and not (place / "manifest.json").is_file():
             raise ConfigError(f"--out={out!r} exists and holds no token set. Give a directory that is not there yet.")
         if place.exists() and read_manifest(place).get("key") != key:

@@ -710,6 +710,8 @@ def test_out(small, tmp_path, capsys):
         data.main([*argv, "--workers=-1"])
     with pytest.raises(ConfigError, match="--out=.*exists and holds no token set"):
         data.main([*argv, f"--out={tmp_path}"])
+    with pytest.raises(ConfigError, match="--out=.*cannot be made"):
+        data.main([*argv, f"--out={source}/below/a/file"])
 
 
 def test_no_tensors_in_workers():
