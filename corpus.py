@@ -37,7 +37,7 @@ from pathlib import Path
 import sentencepiece
 
 try:
-    from orjson import loads as strict_json                  # optional, twice as fast
+    from orjson import loads as strict_json                  # optional, twice as fast; takes what is nested a little deeper
 except ImportError:
     strict_json = None
 
@@ -52,6 +52,7 @@ MIN_DOCSTRING = 200              # characters; shorter ones are labels rather th
 MAX_SOURCE = 200_000             # bytes; larger source files are tables and generated code, only docstrings are taken
 SAMPLE_BYTES = 8_000_000         # text that the tokenizer is trained on
 MIN_PART, MAX_PART = 1 << 24, 1 << 30                   # bytes of text in a part; in between, 1/256 of the whole
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 BATCH_BYTES = 1 << 20            # text that is encoded and written at a time
 MAX_DOCUMENT = 1 << 30           # bytes; a process holds a document whole, about six times over
 HASH_BLOCK = 1 << 26             # bytes of a file that are hashed by one process
@@ -923,6 +924,8 @@ def make_directory(cache) -> None:
     try:
         Path(cache).mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno in NO_SPACE:
+            raise
         raise ConfigError(f"{str(cache)!r}, the directory for prepared data, cannot be made ({error.strerror}). Start in "
                           "another directory, or make it writable (data.py prepare takes --cache).") from None
 
@@ -965,7 +968,7 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
             try:
                 return _build(folder, source, units, part_bytes, vocab, given, encoder, pool, log)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in NO_SPACE:
                     raise
                 raise _no_space(error, folder, units, token_dtype(vocab).itemsize) from None
 
@@ -975,8 +978,10 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--out={out!r}: {str(place.parent)!r} cannot be made ({error.strerror}). Give a directory that "
-                              "can be.") from None
+            if error.errno in NO_SPACE:
+                raise
+            raise ConfigError(f"--out={out!r}: {str(place.parent)!r} cannot be made ({error.strerror}). Give another "
+                              "directory.") from None
         if place.exists() and not (place / "manifest.json").is_file():
             raise ConfigError(f"--out={out!r} exists and holds no token set. Give a directory that is not there yet.")
         if place.exists() and read_manifest(place).get("key") != key:

@@ -28,7 +28,7 @@ MAX_EXPONENT = 400  # of a weight; every float has a smaller one, and each more 
 BALANCE = ("auto", "sorted", "buckets", "none")
 SORTED_FROM = 4096  # seq_len from which on auto sorts: below, attention is a small part of a row's work, and rows that are alike
 # in a step cost more in learning than they save (debug size, 4 rows of 512 tokens: held-out loss +0.06 at step 100)
-BUCKET = 1.15  # costs of a bucket of the published method differ by at most this factor, which is not published: so its result is met
+BUCKET = 1.15  # costs of a bucket of the published method differ by at most this factor (its own is not known)
 # A token costs as much as attention to so many others, as the keys see it. The linear work is larger in every model of the
 # table, but a larger value would leave fewer of the 256 keys to what differs between rows, their attention.
 LINEAR_TOKENS = 2048

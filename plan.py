@@ -684,20 +684,22 @@ def merged(events: list, r: dict[str, float], attention: float):
 def replay(rec: Recording, r: dict[str, float], attention: float = 1.12, penalties: dict | None = None) -> Timeline:
     """The step's timeline: the compute stream runs operations in order, never before the CPU has launched them; at a wait it stands
     still until the transfer is over. penalties: (group, purpose) -> seconds that each such transfer takes at least."""
-    ctas = {"column": rec.hp.column_ctas or r["default_ctas"], "in": 0, "out": 0}
+    shared = r["processors"] == 1 and r["default_ctas"] > 0  # a machine whose ranks have less than a core each
+    ctas = {"column": (r["processors"] > 1 and rec.hp.column_ctas) or r["default_ctas"], "in": 0, "out": 0}
     link = {INFINIBAND: r["net_rate"], NVLINK: r["node_rate"], C2C_IN: r["copy_rate"], C2C_OUT: r["copy_rate"]}
-    moving, flows, spans = Transfers(link, alone=r["processors"] == 1), {}, []
+    moving, flows, spans = Transfers(link, shared), {}, []
     compute, exposed, phases, link_bytes = Counter(), Counter(), Counter(), Counter()
     cpu = slowed = launch_wait = 0.0
     phase = "forward"
 
     def pass_time(seconds: float, products: float) -> float:
-        """Lets the compute stream work; the share that products bound is slowed by the SMs that transfers hold."""
+        """Lets the compute stream work; the share that products bound is slowed by the SMs that transfers hold. Where cores are
+        shared a transfer stops all of it."""
         began = moving.now
         while seconds > 1e-12:
             change, shares = moving.next_change() if moving.active else (math.inf, {})
             held = moving.held() / r["processors"]
-            speed = 1 - products * min(0.9, held) if r["processors"] > 1 else max(0.0, 1 - held)  # a lone core does one thing
+            speed = float(not held) if shared else 1 - products * min(0.9, held)
             step = min(seconds / speed, change) if speed else change
             moving.advance(step, shares)
             seconds -= step * speed
@@ -871,7 +873,7 @@ def page(d: dict) -> str:
         f"The step of {d['tokens_per_step'] / 1e6:,.1f} M tokens ({d['tokens_per_rank']:,} per rank, mean segment "
         f"{d['mean_segment']:,.0f})", *seconds_table(d["phases_s"], step),
         "Where the compute stream's time goes", *seconds_table(d["compute_s"] | idle, step),
-        f"  of these {d['slowed_by_transfers_s']:.2f} s because transfers hold SMs",
+        f"  of these {d['slowed_by_transfers_s']:.2f} s because transfers hold SMs, or cores",
         "Exposed transfers", *seconds_table(d["exposed_s"], step),
         "Resources, time in use", *seconds_table(d["occupied_s"], step, 0),
         "Transfers (count, time from start to end in all, median)",
@@ -922,7 +924,7 @@ PROBE_S = 0.4  # seconds of each measurement
 
 
 def measure(settings: list[str], o: Options) -> dict[str, float]:
-    """Starts the ranks, which measure together, and returns the slowest one's rates."""
+    """Starts the ranks, which measure together, and returns the mean of their rates."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "launch.py", "--scheduler=none", "--nodes", str(o.nodes), "--ranks-per-node", str(o.ranks_per_node),
                 "--", "plan.py", "--probe", folder, *settings]
@@ -1000,7 +1002,8 @@ def probe(folder: str, settings: list[str]):
     speed = {name: flops / seconds[name] for name, (flops, _) in known.items()}
     peak = found["peak_bf16"] = speed.pop("dense_efficiency")
     found |= {name: value / peak for name, value in speed.items()}
-    found |= transfer_rates(grid, T, m, where.device, together, share=share, work=works["dense_efficiency"])
+    found |= transfer_rates(grid, T, m, where.device, together, share=max(1.0, where.world / len(os.sched_getaffinity(0))),
+                            work=works["dense_efficiency"])
     Path(folder, f"{where.rank}.json").write_text(json.dumps(found))
 
 

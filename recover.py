@@ -373,6 +373,7 @@ class Requests:
 
     def __init__(self):
         self.sent: dict[signal.Signals, float] = {}  # and when (monotonic seconds)
+        self.killed = False
 
     def take(self, number: signal.Signals, handle, running: int):
         urgent, now = {signal.SIGINT, signal.SIGTERM}, time.monotonic()
@@ -380,6 +381,7 @@ class Requests:
             return
         if number in urgent and self.sent.keys() & urgent:
             say(f"second request to stop ({number.name}): killing {running} ranks")
+            self.killed = True
             handle.kill()
         elif number not in self.sent:
             say(f"{number.name} passed on to {running} ranks, to stop after a checkpoint; a second one kills")
@@ -418,7 +420,7 @@ class Attempt:
         self.progress = self.read_progress()
         if not self.ending:
             self.own = set(self.handle.codes())
-        elif not self.killed:
+        elif not (self.killed or requests.killed):
             self.own |= self.killed_by_others()
 
     def world(self) -> int:
@@ -502,8 +504,8 @@ class Account:
 
     def fails(self, e: Evidence, attempt: Attempt):
         """From the last progress before a hang, or the first rank's end; from the first crash, if there was no step since."""
-        first = first_failure(by_themselves(e))
-        moment = attempt.progress.get("time", attempt.began) if first is None else first.time
+        failed = [exit.time for exit in by_themselves(e) if exit.code not in (EXIT_OK, EXIT_STOPPED)]
+        moment = min(failed, default=attempt.progress.get("time", attempt.began))
         self.crashed = self.crashed or moment
 
     def say(self):

@@ -58,7 +58,7 @@ def train_tokenizer(lines, vocab: int) -> bytes:
 
 def wire(message: bytes):
     """Yields (field number, raw value) of a protobuf message: enough to look into a .model without protobuf."""
-    at, whole = 0, len(message)
+    at = 0
 
     def varint() -> int:
         nonlocal at
@@ -69,24 +69,12 @@ def wire(message: bytes):
             if byte < 128:
                 return value
 
-    while at < whole:
-        tag = message[at]                                    # most numbers have one byte: a vocabulary has 100,000
-        at += 1
-        if tag > 127:
-            at -= 1
-            tag = varint()
-        kind = tag & 7
-        if kind == 2:
-            size = message[at]
-            at += 1
-            if size > 127:
-                at -= 1
-                size = varint()
-        elif kind == 0:
+    while at < len(message):
+        tag = varint()
+        if tag & 7 == 0:
             yield tag >> 3, varint().to_bytes(10, "little")
             continue
-        else:
-            size = 8 if kind == 1 else 4
+        size = varint() if tag & 7 == 2 else {1: 8, 5: 4}[tag & 7]
         yield tag >> 3, message[at:at + size]
         at += size
 
@@ -318,9 +306,7 @@ class Encoder:
         known, kinds = set(pieces), zip(self.tok.is_control(ids), self.tok.is_unknown(ids), self.tok.is_byte(ids))
         self.literals += [piece.encode() for piece, kind in zip(pieces, kinds) if any(kind)
                           and any(piece[:i] in known and piece[i:] in known for i in range(1, len(piece)))]
-        key = '"added_tokens":'
-        begin = settings.index(key) + len(key)                # the rest is long: it is not read and written again
-        begin += len(settings[begin:begin + 9]) - len(settings[begin:begin + 9].lstrip())
+        begin = re.search(r'"added_tokens":\s*', settings).end()                  # the rest is long: it is left as it is
         tokens, end = json.JSONDecoder().raw_decode(settings, begin)
         settings = settings[:begin] + json.dumps([token for token in tokens if not token["special"]]) + settings[end:]
         self._new_gigatoken = partial(load_hf_json, settings)

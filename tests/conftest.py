@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: spinning threads 
 os.environ["NANO1T_SCHEDULER"] = "none"  # nodes are simulated, whatever is installed here and wherever the tests run
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-LONGEST = ("test_layouts", "test_train", "test_wire", "test_health", "test_checkpoint")
+LONGEST = ("test_wire", "test_layouts", "test_train", "test_checkpoint", "test_slurm", "test_recover", "test_health", "test_offload")
 
 
 def pytest_collection_modifyitems(items):
@@ -19,8 +19,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """make test: a test may start eight ranks, so no more workers than four."""
-    return min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """make test: one more than cores, since some tests wait; a test may start eight ranks, so no more than four."""
+    return min(4, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 PLAN: a JSON file {"lines": n, "faults": [{"kind", "rank", "ahead", "at"}, ...]}: the first attempt once out/NAME/attempts.jsonl
 has n lines has the first fault, and so on. It strikes in that rank, or in all, so many steps after the furthest one of the
-attempts before, and before the at-th collective there. Then "struck" beside the plan takes that collective."""
+attempts before, and before the at-th collective there. Then "struck" beside the plan takes that collective. "group" there names
+the control group in which the kernel kills for memory."""
 
 import json
 import os
@@ -105,8 +106,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    with open(Path(sys.argv[1]).parent / "ports", "a") as ports:
-        ports.write(os.environ["MASTER_PORT"] + "\n")
     FAULT = planned(Path(sys.argv[1]), next(arg[6:] for arg in sys.argv if arg.startswith("--run=")))
     if FAULT["kind"] == "before the first line":
         sys.exit(1)

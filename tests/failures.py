@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import checkpoint
+import hosts
 import recover
 from errors import EXIT_CONFIG, EXIT_DIVERGED, EXIT_NO_SPACE, EXIT_OK, EXIT_STOPPED
 
@@ -83,7 +84,9 @@ def stopping() -> tuple[str, ...]:
 @contextlib.contextmanager
 def control_group():
     """A folder of the kernel's whose processes may take ROOM bytes of memory, or None where we may not make one."""
-    for parent, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+    places = {"/sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"),
+              "/sys/fs/cgroup": ("memory.max", "memory.swap.max")}  # of both versions: memory, and what counts swap
+    for parent, (limit, swap) in places.items():
         group = Path(parent, f"nano1t-soak-{os.getpid()}")
         try:
             group.mkdir()
@@ -92,29 +95,32 @@ def control_group():
         try:
             if (group / limit).exists():
                 (group / limit).write_text(str(ROOM))
-                if (swap := group / "memory.swap.max").exists():
-                    swap.write_text("0")
+                if (group / swap).exists():
+                    (group / swap).write_text("0" if swap == "memory.swap.max" else str(ROOM))
                 yield group
                 return
         finally:
-            group.rmdir()
+            with contextlib.suppress(OSError):  # a process is still in it, which the soak has told
+                group.rmdir()
     yield None
 
 
-def left_of(here: Path) -> str:
-    """What a launch has left though it ended: processes that know this folder, ports where its ranks met. Waits a little for
-    those that are on their way."""
+def left_of(here: Path, port: int) -> str:
+    """What a launch has left though it ended: processes that know this folder, the port where its ranks met. Waits a little for
+    what is on its way."""
     until = time.monotonic() + 5
     while found := [place.name for place in Path("/proc").glob("[0-9]*") if knows(place, os.fsencode(f"{here}/plan.json"))]:
         if time.monotonic() > until:
             return f"processes {found}"
         time.sleep(0.05)
-    for port in sorted(set((here / "ports").read_text().split() if (here / "ports").exists() else ())):
+    while True:
         try:
-            socket.create_server(("", int(port))).close()
+            socket.create_server(("", port)).close()
+            return ""
         except OSError as error:
-            return f"port {port}: {error}"
-    return ""
+            if time.monotonic() > until:
+                return f"port {port}: {error}"
+        time.sleep(0.05)
 
 
 def knows(place: Path, word: bytes) -> bool:
@@ -127,13 +133,13 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def start(here: Path, lines: int, faults: list[dict], steps: int, log) -> subprocess.Popen:
+def start(here: Path, lines: int, faults: list[dict], steps: int, port: int, log) -> subprocess.Popen:
     """A launch that goes through these faults until one of them ends it. lines: that attempts.jsonl has now."""
-    for name in ("down.json", "struck", "ports"):
+    for name in ("down.json", "struck"):
         (here / name).unlink(missing_ok=True)
     (here / "plan.json").write_text(json.dumps({"lines": lines, "faults": faults}))
     budgets = ",".join(f"{cause}=1000" for cause in recover.BUDGETS)
-    argv = [*SHAPE, "--spares", str(SPARES), "--retries", "1000", "--backoff", "0.05", "--budget", budgets,
+    argv = [*SHAPE, "--port", str(port), "--spares", str(SPARES), "--retries", "1000", "--backoff", "0.05", "--budget", budgets,
             "--timeout", f"step={STEP_TIMEOUT_S},init=60,compile=30,checkpoint=30,end=30", "--", HERE / "failing.py",
             here / "plan.json", "--run=soak", *TINY, f"--steps={steps}", f"--ckpt_every={EVERY}", "--ckpt_keep=3"]
     environment = dict(os.environ)
@@ -198,11 +204,13 @@ def soak(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
         if group is None and NO_MEMORY in kinds:
             print(f"left out: {NO_MEMORY}, which takes the right to make a control group (root)", flush=True)
             kinds = [kind for kind in kinds if kind != NO_MEMORY]
+        if not kinds:
+            raise Failure("no kind of fault is left")
         return go_through(here, count, seed, kinds)
 
 
 def go_through(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]:
-    """Of those kinds."""
+    """All faults, launch after launch; returns the misjudged ones."""
     chance, began, wrongs, seen = random.Random(seed), time.monotonic(), [], Counter()
     faults, log, code = plan_faults(count, kinds, chance), open(here / "log", "w+b"), None
     number = Counter(fault["kind"] for fault in faults)
@@ -212,13 +220,13 @@ def go_through(here: Path, count: int, seed: int, kinds: list[str]) -> list[str]
         inside = next((i for i, fault in enumerate(rest) if fault["kind"] in OUTSIDE), len(rest))
         batch = rest[: max(inside, 1)]
         lines = len(lines_of(here / "out" / "soak" / "attempts.jsonl"))
-        process = start(here, lines, batch, steps, log)
+        process = start(here, lines, batch, steps, port := hosts.free_port(), log)
         behind, code = follow(here, process, lines, batch, wrongs, seen), process.returncode
         if batch and batch[0]["kind"] == "bad flag":
             behind = 1
             wrongs += [] if code == EXIT_CONFIG else [f"{batch[0]}: code {code}"]
             print(f"{'bad flag':<22} code {code}", flush=True)
-        if left := left_of(here):
+        if left := left_of(here, port):
             raise Failure(f"after a launch through {[fault['kind'] for fault in batch]} there are still {left}")
         if not behind or done + behind < count and code == EXIT_OK:
             raise Failure(f"the launch ended with {code} after {behind} of {len(batch)} faults; the log ends with\n{tail(log)}")

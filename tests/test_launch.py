@@ -279,6 +279,20 @@ def test_second_signal_kills(tmp_path):
     all_gone(ids)
 
 
+def test_a_second_request_does_not_hide_who_failed_first(tmp_path):
+    """Rank 1 ends only by the launcher's SIGKILL, which is nobody's failure."""
+    ignore = "[signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)]\n"
+    source = f"{ignore}if RANK == '0': sys.exit(1)\n{NOTE_PID}print('ready', flush=True)\n{NAP}"
+    with started(script(tmp_path, source), "--ranks-per-node", "2") as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(3)  # PEER_GRACE_S: the launcher has asked rank 1 to end
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)  # more than ECHO_S
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 1 and "rank 0 ended with exit code 1" in errors, errors
+
+
 HELPERS = f"""
 helpers = [subprocess.Popen([sys.executable, "-c", "{NAP}"], start_new_session=own) for own in (False, True)]
 for helper in helpers:

@@ -208,6 +208,14 @@ def test_what_a_wait_exposes_and_what_transfers_slow():
     assert clock([GATHER, product(12), Wait(1)]).exposed.total() == 0
 
 
+def test_where_ranks_share_cores_transfers_go_one_by_one_and_stop_all_work():
+    near, memory_bound = Start(2, "all-gather", "node", 2, "dispatch", 8, 16), Op("forward", "element-wise", "add", 0, 30, False)
+    events = [GATHER, near, memory_bound, Wait(1), Wait(2)]
+    alone, shared = (clock(events, processors=1, default_ctas=share, node_rate=4.0) for share in (0, 1))
+    assert shared.step_s == pytest.approx(8 + 2 + 3) and shared.slowed_s == pytest.approx(8 + 2)
+    assert alone.step_s == pytest.approx(8) and alone.slowed_s == 0
+
+
 def test_the_device_waits_for_a_slow_cpu_and_the_cpu_for_the_device():
     ops = [product(1)] * 5
     assert clock(ops, launch_s=2.0).step_s == pytest.approx(10)

@@ -148,8 +148,8 @@ def test_compressed_transports_follow_the_uncompressed_losses(tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")  # prepared once
     found = {}
     for name, weights, grads in (("plain", "compute", "fp32"), ("compressed", "fp8", "bf16")):
-        launch(2, 2, "train.py", f"--run={name}", "--stop_at=50", "--val_every=0", "--wandb=off", f"--weight_transport={weights}",
-               f"--grad_transport={grads}", cwd=tmp_path)
+        launch(2, 2, "train.py", f"--run={name}", "--stop_at=50", "--val_every=0", "--wandb=off", "--track_memory=0",
+               "--check_every=0", f"--weight_transport={weights}", f"--grad_transport={grads}", cwd=tmp_path)
         lines = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()
         found[name] = [json.loads(line)["loss"] for line in lines]
     difference = np.abs(np.subtract(found["plain"], found["compressed"]))
