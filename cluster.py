@@ -43,6 +43,7 @@ CHAIN_VAR = "NANO1T_CHAIN"  # jobs that may still follow this one
 SCRIPT_VAR = "NANO1T_JOB_SCRIPT"  # the job script, to submit again
 NODES_VAR = "NANO1T_NODES"  # of an attempt, in order of rank, separated by commas
 RUN_VAR = "NANO1T_RUN"  # marks every process of a run
+ASK_AGAIN_S = 10.0  # a request to stop is sent again: srun loses it while it starts its tasks
 TASK_VARS = (RUN_VAR, NODES_VAR, "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
              "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD", watch.NODE_VAR, watch.ATTEMPT_VAR,
              watch.FOLDER_VAR)
@@ -267,7 +268,7 @@ def job_script(scheduler: str, site: Site, options: argparse.Namespace, argv: li
         wanted += [f"-A {options.account}"] * bool(options.account) + [f"-q {options.partition}"] * bool(options.partition)
         head, home = [f"#PBS {line}" for line in (*wanted, *site.submit)], os.getcwd()
     lines = ["#!/bin/bash", *head, "", f"cd {shlex.quote(home)} || exit 2", *site.setup,
-             f"export {SCRIPT_VAR}={shlex.quote(str(path))}"]
+             f"export {SCRIPT_VAR}={shlex.quote(str(path))}", "trap '' USR1  # a warning before the launcher listens ends nothing"]
     if scheduler == "pbs":
         lines.append(f"export {JOB_END_VAR}=$(($(date +%s) + {limit_s}))")
     words = [sys.executable, str(HERE / "launch.py"), *(arg for arg in argv[: argv.index("--")] if arg != "--dry"),
@@ -515,10 +516,12 @@ class Step:
                  pages: str) -> None:
         self.starter, self.process, self.nodes, self.folder, self.mark, self.pages = starter, process, nodes, folder, mark, pages
         self.ended: dict[int, int] = {}
-        self.told = False
+        self.told, self.asked = False, 0.0  # when the ranks were last asked to stop, seconds of the monotonic clock
 
     def poll(self, seconds: float) -> bool:
         """Waits up to that long; True once everything of the attempt has ended."""
+        if self.asked and time.monotonic() > self.asked + ASK_AGAIN_S:
+            self.send(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, seconds))
         return self.process.returncode is not None
@@ -532,7 +535,8 @@ class Step:
 
     def send(self, number: int) -> None:
         """To all ranks. A request to stop travels as SIGUSR1, which srun and mpiexec pass on; others end their tasks."""
-        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        stops = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        self.asked = time.monotonic() if number in stops else self.asked
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1 if number in stops else number)
 

@@ -166,8 +166,10 @@ def cause_of(e: Evidence) -> Cause:
     for exit in own:
         if exit.code in KNOWN:
             return Cause(KNOWN[exit.code], f"rank {exit.rank}: {MEANING[KNOWN[exit.code]]}", code=exit.code)
+    if e.asked == ("SIGUSR1",) and (missing(e) or any(exit.code == -signal.SIGUSR1 for exit in own)):
+        return Cause(STOPPED, "the scheduler's warning came before the ranks, or what starts them, could take it", code=EXIT_STOPPED)
     if e.asked:
-        return Cause(STOPPED if code == EXIT_STOPPED else CANCELLED, f"{e.asked[0]} was passed on", code=code)
+        return Cause(STOPPED if code == EXIT_STOPPED else CANCELLED, f"{e.asked[0]} was passed on", code=code or EXIT_FAILED)
     if e.down:
         why = "; ".join(f"{node}: {why}" for node, why in e.down.items())
         return Cause(NODE, why, tuple(e.down), True, EXIT_HANG if e.hang else code or EXIT_FAILED)

@@ -88,6 +88,8 @@ def saved(tmp_path_factory):
 def test_layout_equals_one_rank(reference, saved, tmp_path, nodes, ranks, replicas):
     # what happens inside a replica was compared without replicas: eight ranks need not repeat all of it
     cases = [c for c in CASES if replicas == 1 or c["name"] in ("c1-softmax", "c4-softmax", "kept", "layer", "layer-regather", "production")]
+    if nodes * ranks < 4:  # nor these what four ranks show
+        cases = [c for c in cases if c["name"] not in ("shared", "fp8", "chunks", "balance-softmax")]
     found = run(tmp_path, nodes, ranks, replicas, [*cases, saved[0]])
     for case in cases:
         wrong = differences(reference[case["name"]], found[case["name"]], case.get("loose", False))

@@ -86,10 +86,11 @@ def muon_bytes(m, N, E, n, e) -> dict[str, int]:
 
 @pytest.mark.parametrize("nodes, ranks, replicas", [(1, 4, 1), (2, 2, 1), (4, 1, 1), (3, 1, 1), (2, 2, 2), (4, 1, 2)])
 def test_bytes_are_those_of_the_table_and_of_the_interface(tmp_path, nodes, ranks, replicas):
-    worker("ledger", nodes, ranks, tmp_path, alone=True, cases=TRANSPORTS, replicas=replicas)
+    cases = TRANSPORTS if replicas == 1 or ranks == 1 else TRANSPORTS[:2]  # of both axes at once two will do
+    worker("ledger", nodes, ranks, tmp_path, alone=True, cases=cases, replicas=replicas)
     m = model_of("debug", layers=2, seq_len=256)
     found = [json.loads((tmp_path / f"ledger.{rank}.json").read_text()) for rank in range(nodes * ranks)]
-    for case in TRANSPORTS:
+    for case in cases:
         want = table(m, case, replicas, nodes // replicas, ranks)
         for rank, results in enumerate(found):
             n, e = rank // ranks % (nodes // replicas), rank % ranks
