@@ -252,6 +252,8 @@ def run(main) -> int:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    for number in STOP_SIGNALS:  # nothing is left to stop, and Python takes its handlers away before the process is gone
+        signal.signal(number, signal.SIG_IGN)
     return EXIT_OK if code is None else code
 
 

@@ -346,12 +346,21 @@ def test_config_error_of_another_rank_is_told_too(tmp_path):
     assert errors == "rank 2: error: no /local/data\n"
 
 
-def test_run_gives_the_code_and_lets_other_errors_through(monkeypatch):
+def test_run_gives_the_code_and_lets_other_errors_through(monkeypatch, handlers):
     monkeypatch.setattr(sys, "argv", ["train.py", "--steps=3"])
     assert launch.run(lambda argv: None) == 0
     assert launch.run(lambda argv: argv == ["--steps=3"] and launch.EXIT_STOPPED) == launch.EXIT_STOPPED
     with pytest.raises(ZeroDivisionError):
         launch.run(lambda argv: 1 // 0)
+
+
+def test_a_request_that_comes_while_python_ends_changes_nothing(tmp_path):
+    """Variables of a module go after the handlers of signals."""
+    source = ("import launch\nclass Last:\n    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+              f"        for number in {[int(number) for number in launch.STOP_SIGNALS]}:\n            kill(pid, number)\n"
+              "last = Last()\ndef main(argv):\n    launch.StopRequest()\nsys.exit(launch.run(main))\n")
+    code, _, errors = finish(script(tmp_path, source))
+    assert (code, errors) == (0, "")
 
 
 ALL_REDUCE = """
