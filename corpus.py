@@ -427,9 +427,9 @@ def _sample(task: dict, tell) -> list:
 
 
 @lru_cache(1)
-def _encoder(model: str, vocab: int, kind: str) -> Encoder:
+def _encoder(model: str, vocab: int, kind: str, cache: str) -> Encoder:
     with _no_gc():
-        return Encoder(Path(model).read_bytes(), vocab, kind)
+        return Encoder(Path(model).read_bytes(), vocab, kind, Path(cache))
 
 
 def _note(folder: Path, unit: int, part: int) -> Path:
@@ -497,7 +497,7 @@ class Part:
 def _encode_unit(task: dict, tell) -> None:
     """Write a unit's parts, those that are not finished yet. A part closes when its text has task["part_bytes"] (compressed
     files may grow to many). tell(bytes of text) now and then."""
-    folder, encoder = Path(task["folder"]), _encoder(task["model"], task["vocab"], task["encoder"])
+    folder, encoder = Path(task["folder"]), _encoder(task["model"], task["vocab"], task["encoder"], task["cache"])
     finished = _parts(folder, task["unit"])
     if finished and finished[-1]["last"]:
         return
@@ -966,7 +966,7 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
             for left in folder.glob(f".part-*.{os.uname().nodename}.*"):             # of a killed process
                 left.unlink()
             try:
-                return _build(folder, source, units, part_bytes, vocab, given, encoder, pool, log)
+                return _build(folder, cache, source, units, part_bytes, vocab, given, encoder, pool, log)
             except OSError as error:
                 if error.errno not in NO_SPACE:
                     raise
@@ -990,7 +990,7 @@ def tokenize(cache, data: str, vocab: int, tokenizer: str, workers: int, log, en
         return stage(place.parent, place.name, lambda folder: {**build(folder), "key": key}, f".{place.name}-{key}.partial")
 
 
-def _build(folder: Path, source: dict, units: list[dict], part_bytes: int, vocab: int, given: bytes, encoder: str,
+def _build(folder: Path, cache: Path, source: dict, units: list[dict], part_bytes: int, vocab: int, given: bytes, encoder: str,
            pool: Pool, log) -> dict:
     """Hold out, train the tokenizer where none is given, encode; returns the manifest."""
     start, model = time.perf_counter(), folder / "tokenizer.model"
@@ -1000,8 +1000,8 @@ def _build(folder: Path, source: dict, units: list[dict], part_bytes: int, vocab
     tok = load_model(model.read_bytes(), f"{str(model)!r}")
     log(f"data: tokenizer {'read' if given else 'trained'}, {tok.vocab_size():,} pieces in {time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
-    shared = {"do": "encode", "rule": rule, "folder": str(folder), "model": str(model), "vocab": vocab, "encoder": encoder,
-              "part_bytes": part_bytes}
+    shared = {"do": "encode", "rule": rule, "folder": str(folder), "cache": str(cache), "model": str(model), "vocab": vocab,
+              "encoder": encoder, "part_bytes": part_bytes}
     tasks = [{**shared, "unit": n, **unit} for n, unit in enumerate(units) if not ((p := _parts(folder, n)) and p[-1]["last"])]
     if kept := len(units) - len(tasks):
         log(f"data: {kept} of {len(units)} parts were finished before")

@@ -4,6 +4,7 @@ Every way to encode gives the tokens of plain SentencePiece, `encode`. `Encoder`
 chunks whose borders no merge can cross, or by the gigatoken package where it is installed and asked for.
 """
 import hashlib
+import importlib.metadata
 import io
 import itertools
 import json
@@ -15,7 +16,7 @@ import numpy as np
 import sentencepiece
 
 from errors import ConfigError
-from shards import token_dtype
+from shards import digest, token_dtype, write_synced
 
 SPACE = "\u2581"                 # SentencePiece writes a space as this character
 SPACE_UTF8 = SPACE.encode()
@@ -200,9 +201,10 @@ class Encoder:
     """Documents to the bytes of their tokens, end token included, in the dtype for `vocab`.
 
     kind: "sentencepiece"; "cache", exact by construction (see chunk_pattern); "gigatoken", guarded and compared; "auto" is
-    the cache. Where the model does not allow a kind, `note` says why and plain SentencePiece works."""
+    the cache. Where the model does not allow a kind, `note` says why and plain SentencePiece works. kept: a directory for
+    what gigatoken needs of a model, which takes as long to make as a second of text to encode."""
 
-    def __init__(self, model: bytes, vocab: int, kind: str = "auto"):
+    def __init__(self, model: bytes, vocab: int, kind: str = "auto", kept: Path | None = None):
         if kind not in KINDS:
             raise ConfigError(f"--encoder={kind!r}: choose one of {', '.join(KINDS)}.")
         self.tok, self.dtype = load_model(model, "the tokenizer"), token_dtype(vocab)
@@ -218,7 +220,7 @@ class Encoder:
             else:
                 self.note = f"plain SentencePiece encodes, without the chunk cache: {reason}"
         elif kind == "gigatoken":
-            self._open_gigatoken(model)
+            self._open_gigatoken(model, kept)
 
     def __call__(self, raws: list[bytes]) -> list[bytes]:
         """raws: documents in UTF-8, together about a megabyte or a single longer one."""
@@ -285,33 +287,47 @@ class Encoder:
             self.cache[chunk] = tokens
             self.cached += len(chunk) + len(tokens)
 
-    def _open_gigatoken(self, model: bytes) -> None:
+    def _open_gigatoken(self, model: bytes, kept: Path | None) -> None:
         try:
-            from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
             from gigatoken.gigatoken_rs import load_hf_json
         except ImportError:
             raise ConfigError("--encoder=gigatoken needs the package gigatoken (pip install gigatoken==0.10.0). "
                               "Install it, or use --encoder=auto.") from None
-        try:
-            settings = sentencepiece_to_tokenizer_json(model)
-        except ValueError as error:
-            self.note = f"plain SentencePiece encodes, gigatoken does not read this model: {error}"
-            return
-        ids = list(range(self.tok.vocab_size()))
-        pieces = self.tok.id_to_piece(ids)
-        if any(self.tok.is_unused(ids)):
-            self.note = "plain SentencePiece encodes: gigatoken does not know the model's unused pieces"
-            return
-        # "</s>" in a document is text: gigatoken must neither look for control pieces nor be able to merge their names
-        known, kinds = set(pieces), zip(self.tok.is_control(ids), self.tok.is_unknown(ids), self.tok.is_byte(ids))
-        self.literals += [piece.encode() for piece, kind in zip(pieces, kinds) if any(kind)
-                          and any(piece[:i] in known and piece[i:] in known for i in range(1, len(piece)))]
-        begin = re.search(r'"added_tokens":\s*', settings).end()                  # the rest is long: it is left as it is
-        tokens, end = json.JSONDecoder().raw_decode(settings, begin)
-        settings = settings[:begin] + json.dumps([token for token in tokens if not token["special"]]) + settings[end:]
+        key = digest([importlib.metadata.version("gigatoken"), hashlib.sha256(model).hexdigest()])
+        file = kept and kept / f"gigatoken-{key[:16]}"
+        if file and file.is_file():
+            literals, settings = file.read_bytes().split(b"\n", 1)
+        else:
+            literals, settings, self.note = self._for_gigatoken(model)
+            if self.note:
+                return
+            if file:
+                write_synced(file, literals + b"\n" + settings)
+        self.literals += [name.encode() for name in json.loads(literals)]
         self._new_gigatoken = partial(load_hf_json, settings)
         self.giga = self._new_gigatoken()
         self._encode = self._gigatoken
+
+    def _for_gigatoken(self, model: bytes) -> tuple[bytes, bytes, str]:
+        """Names of pieces that are text in a document but that merges could reach, and the model as gigatoken reads it, both in
+        JSON; or the reason why it cannot."""
+        from gigatoken._load.sentencepiece import sentencepiece_to_tokenizer_json
+        try:
+            settings = sentencepiece_to_tokenizer_json(model)
+        except ValueError as error:
+            return b"", b"", f"plain SentencePiece encodes, gigatoken does not read this model: {error}"
+        ids = list(range(self.tok.vocab_size()))
+        pieces = self.tok.id_to_piece(ids)
+        if any(self.tok.is_unused(ids)):
+            return b"", b"", "plain SentencePiece encodes: gigatoken does not know the model's unused pieces"
+        # "</s>" in a document is text: gigatoken must neither look for control pieces nor be able to merge their names
+        known, kinds = set(pieces), zip(self.tok.is_control(ids), self.tok.is_unknown(ids), self.tok.is_byte(ids))
+        literals = [piece for piece, kind in zip(pieces, kinds) if any(kind)
+                    and any(piece[:i] in known and piece[i:] in known for i in range(1, len(piece)))]
+        begin = re.search(r'"added_tokens":\s*', settings).end()                  # the rest is long: it is left as it is
+        tokens, end = json.JSONDecoder().raw_decode(settings, begin)
+        settings = settings[:begin] + json.dumps([token for token in tokens if not token["special"]]) + settings[end:]
+        return json.dumps(literals).encode(), settings.encode(), ""
 
     def _gigatoken(self, raws: list[bytes]) -> list[bytes]:
         self.cached += sum(map(len, raws))
