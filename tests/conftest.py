@@ -7,6 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: spinning threads take the cores of the spawned ranks
 os.environ["NANO1T_SCHEDULER"] = "none"  # nodes are simulated, whatever is installed here and wherever the tests run
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "startup"), *filter(None, [os.environ.get("PYTHONPATH")])])
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 LONGEST = ("test_wire", "test_layouts", "test_train", "test_checkpoint", "test_slurm", "test_recover", "test_health", "test_offload")
