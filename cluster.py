@@ -33,17 +33,21 @@ from pathlib import Path
 import hosts
 import stage
 import watch
-from errors import EXIT_CONFIG, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError
+from errors import (EXIT_CONFIG, EXIT_FAILED, EXIT_NO_SPACE, EXIT_OK, EXIT_STOPPED, EXIT_UNHEALTHY, ConfigError, LaunchError,
+                    ShortOfNodes)
 
 HERE = Path(__file__).resolve().parent
 STARTER_VAR = "NANO1T_SCHEDULER"  # default of --scheduler
 SITE_VAR = "NANO1T_SITE"  # default of --site
 JOB_END_VAR = "NANO1T_JOB_END"  # Unix time at which the job will be killed
 CHAIN_VAR = "NANO1T_CHAIN"  # jobs that may still follow this one
+FIRST_VAR = "NANO1T_CHAIN_FIRST"  # the job that this chain began with
 SCRIPT_VAR = "NANO1T_JOB_SCRIPT"  # the job script, to submit again
 NODES_VAR = "NANO1T_NODES"  # of an attempt, in order of rank, separated by commas
 RUN_VAR = "NANO1T_RUN"  # marks every process of a run
 ASK_AGAIN_S = 10.0  # a request to stop is sent again: srun loses it while it starts its tasks
+# options of srun that a job's own become: right for its ranks, not for the one task that looks at a whole node
+PER_TASK = "SLURM_(GPUS|GPUS_PER_TASK|TRES_PER_TASK|NTASKS_PER_GPU|GPU_BIND|CPU_BIND.*|MEM_BIND.*)|SRUN_CPUS_PER_TASK"
 TASK_VARS = (RUN_VAR, NODES_VAR, "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
              "MASTER_ADDR", "MASTER_PORT", "NANO1T_DEVICE", "NANO1T_MESSAGES_FD", watch.NODE_VAR, watch.ATTEMPT_VAR,
              watch.FOLDER_VAR)
@@ -122,14 +126,25 @@ def site_of(options: argparse.Namespace) -> Site:
             raise LaunchError(f"--set {assignment!r}: write NAME=VALUE")
         environment[variable] = value
     changes = {"environment": environment}
-    for key in ("submit", "start"):
-        if (text := getattr(options, f"{key}_options")) is not None:
-            changes[key] = tuple(shlex.split(text))
+    if options.start_options is not None:
+        changes["start"] = tuple(shlex.split(options.start_options))
+    if options.submit_options is not None:
+        changes["submit"] = directives(shlex.split(options.submit_options))
     if options.setup is not None:
         changes["setup"] = tuple(options.setup)
     if options.membind is not None:
         changes["membind"] = options.membind
     return replace(site, **changes)
+
+
+def directives(words: list[str]) -> tuple[str, ...]:
+    """One option with its value per line of a job script: qsub reads each line by itself."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("-") or not lines:
+            lines.append([])
+        lines[-1].append(shlex.quote(word) if re.search(r"\s", word) else word)
+    return tuple(map(" ".join, lines))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -264,21 +279,22 @@ def job_script(scheduler: str, site: Site, options: argparse.Namespace, argv: li
         head, home = [f"#SBATCH {line}" for line in (*wanted, *site.submit)], os.getcwd()
     else:
         hours = f"{limit_s // 3600:02d}:{limit_s // 60 % 60:02d}:{limit_s % 60:02d}"
-        wanted = [f"-N {name[:15]}", f"-l select={nodes}", f"-l walltime={hours}", "-j oe", "-o out/jobs/"]
+        wanted = [f"-N {name[:15]}", f"-l select={nodes}", f"-l walltime={hours}", "-j oe", "-o out/jobs/", "-r n"]
         wanted += [f"-A {options.account}"] * bool(options.account) + [f"-q {options.partition}"] * bool(options.partition)
         head, home = [f"#PBS {line}" for line in (*wanted, *site.submit)], os.getcwd()
     lines = ["#!/bin/bash", *head, "", f"cd {shlex.quote(home)} || exit 2", *site.setup,
              f"export {SCRIPT_VAR}={shlex.quote(str(path))}", "trap '' USR1  # a warning before the launcher listens ends nothing"]
     if scheduler == "pbs":
         lines.append(f"export {JOB_END_VAR}=$(($(date +%s) + {limit_s}))")
-    words = [sys.executable, str(HERE / "launch.py"), *(arg for arg in argv[: argv.index("--")] if arg != "--dry"),
-             *argv[argv.index("--"):]]
+        lines += [f"export {key}={shlex.quote(os.environ[key])}" for key in (SITE_VAR, STARTER_VAR) if key in os.environ]
+    words = [sys.executable, str(HERE / "launch.py"),
+             *(arg for arg in argv[: argv.index("--")] if arg not in ("--dry", "--dry-run")), *argv[argv.index("--"):]]
     return "\n".join([*lines, f"exec {shlex.join(words)}", ""])  # exec: signals to the job reach the launcher
 
 
 def outside_job() -> dict[str, str]:
     """This environment without what belongs to one job or one run: another job gets its own."""
-    mine = (*TASK_VARS, JOB_END_VAR, CHAIN_VAR, SCRIPT_VAR, "NANO1T_STARTED")
+    mine = (*TASK_VARS, JOB_END_VAR, CHAIN_VAR, FIRST_VAR, SCRIPT_VAR, "NANO1T_STARTED")
     return {k: v for k, v in os.environ.items() if k not in mine and (not k.startswith("SLURM_") or k == "SLURM_CONF")}
 
 
@@ -302,20 +318,31 @@ def submit(scheduler: str, site: Site, options: argparse.Namespace, argv: list[s
 
 def queue(scheduler: str, script: Path, environment, chain: int, after: str = "") -> subprocess.CompletedProcess:
     """Submits a script. chain: jobs that may follow it; after: the job at whose end, however it ends, it may start."""
-    passed = {**environment, CHAIN_VAR: str(chain)}
+    own = {CHAIN_VAR: str(chain), **({FIRST_VAR: chain_id()} if after else {})}
+    passed = environment | own
     if scheduler == "slurm":
         argv = ["sbatch", "--export=ALL", *([f"--dependency=afterany:{after}"] if after else []), str(script)]
     else:
-        argv = ["qsub", "-v", f"{CHAIN_VAR}={chain}", *(["-W", f"depend=afterany:{after}"] if after else []), str(script)]
+        argv = ["qsub", "-v", ",".join(f"{k}={v}" for k, v in own.items()), *(["-W", f"depend=afterany:{after}"] if after else []), str(script)]
     try:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=passed, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(argv, 1, "", str(error))
 
 
+def chain_id() -> str:
+    """The job that this one's chain began with; empty outside of jobs."""
+    return os.environ.get(FIRST_VAR) or job_id()
+
+
+def follows(chain: str) -> bool:
+    """Whether this job follows another of this chain."""
+    return FIRST_VAR in os.environ and chain == os.environ[FIRST_VAR]
+
+
 @contextlib.contextmanager
 def chained(scheduler: str, options: argparse.Namespace, command: list[str]):
-    """While a run is on, the job that goes on after this one waits. Set `code`, the run's, before the end."""
+    """While a run is on, the job that goes on after this one waits. Set `code` and `cause`, the run's, before the end."""
     chain = Chain(scheduler, options, Path("out", run_name(command)))
     try:
         yield chain
@@ -324,10 +351,6 @@ def chained(scheduler: str, options: argparse.Namespace, command: list[str]):
         raise
     finally:
         chain.end()
-
-
-class ShortOfNodes(LaunchError):
-    """Too few nodes of an allocation can be used: another one may do."""
 
 
 class Chain:
@@ -339,8 +362,8 @@ class Chain:
     others_may = ("stopped", "node", "hang", "killed", "start")  # causes of recover.py
 
     def __init__(self, scheduler: str, options: argparse.Namespace, folder: Path) -> None:
-        self.scheduler, self.folder, self.stop_file, self.began = scheduler, folder, folder / "stop", time.time()
-        self.follower, self.code, self.short = "", EXIT_FAILED, False
+        self.scheduler, self.stop_file = scheduler, folder / "stop"
+        self.follower, self.code, self.cause, self.short = "", EXIT_FAILED, "", False
         self.left = int(os.environ.get(CHAIN_VAR) or options.chain)
         script = os.environ.get(SCRIPT_VAR, "")
         if self.left < 1 or not script or self.stopped():
@@ -356,15 +379,8 @@ class Chain:
     def stopped(self) -> bool:
         return self.stop_file.exists()
 
-    def cause(self) -> str:
-        """Of the end of this job's last attempt, as the run's record says."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            last = json.loads((self.folder / "attempts.jsonl").read_text().splitlines()[-1])
-            return last["cause"] if last["ended"] >= self.began else ""
-        return ""
-
     def end(self) -> None:
-        goes_on = self.code == EXIT_STOPPED or self.short or self.code != EXIT_OK and self.cause() in self.others_may
+        goes_on = self.code == EXIT_STOPPED or self.short or self.code != EXIT_OK and self.cause in self.others_may
         if self.follower and (self.stopped() or not goes_on):
             why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {self.code}"
             print(f"job {self.follower} is not needed: {why}", file=sys.stderr, flush=True)
@@ -444,7 +460,11 @@ def job_alive(scheduler: str, job: str) -> bool:
     """Whether a job is running, or the scheduler cannot tell."""
     if scheduler == "pbs":
         answer = quiet(["qstat", "-x", "-f", job])
-        return answer.returncode != 0 or not re.search(r"job_state = [FX]", answer.stdout)
+        if answer.returncode and "history" in answer.stderr:  # the server keeps none
+            answer = quiet(["qstat", "-f", job])
+        if answer.returncode:
+            return not re.search("Unknown Job|has finished", answer.stderr, re.IGNORECASE)
+        return not re.search(r"job_state = [FX]", answer.stdout)
     answer = quiet(["squeue", "-h", "-t", "all", "-j", job, "-o", "%T"])
     if answer.returncode:
         return "Invalid job id" not in answer.stderr  # forgotten, as old ones are
@@ -490,19 +510,29 @@ def end(process: subprocess.Popen, grace_s: float) -> None:
                 process.wait(grace_s)
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL to every process of this machine whose environment carries a run's mark; Linux only.
+def marked(mark: str) -> list[int]:
+    """The processes of this machine whose environment carries a run's mark; Linux only.
 
     Finds those that left their process group, as the helper of wandb does.
     """
-    wanted = f"{RUN_VAR}={mark}".encode()
+    wanted, found = f"{RUN_VAR}={mark}".encode(), []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to someone else
+            if any(entry.startswith(wanted) for entry in place.read_bytes().split(b"\0")):
+                found.append(int(place.parts[2]))
+    return found
+
+
+def kill_marked(mark: str, grace_s: float = 0.0) -> None:
+    """SIGKILL to these processes. grace_s: how long they may take to end by themselves, as an srun that ends its tasks does."""
+    until = time.monotonic() + grace_s
+    while time.monotonic() < until and marked(mark):
+        time.sleep(0.1)
     for _ in range(10):  # again, because one of them may just have started another
-        found = False
-        for place in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to someone else
-                if any(entry.startswith(wanted) for entry in place.read_bytes().split(b"\0")):
-                    os.kill(int(place.parts[2]), signal.SIGKILL)
-                    found = True
+        found = marked(mark)
+        for process in found:
+            with contextlib.suppress(OSError):
+                os.kill(process, signal.SIGKILL)
         if not found:
             return
         time.sleep(0.02)
@@ -531,6 +561,8 @@ class Step:
         for path in self.folder.glob("exit-*.json"):
             if (rank := int(path.stem[5:])) not in self.ended:
                 self.ended[rank] = json.loads(path.read_text())["code"]
+        if self.process.returncode == EXIT_NO_SPACE:  # the tasks could not write how their ranks ended
+            return {rank: EXIT_NO_SPACE for rank in range(len(self.nodes) * self.starter.ranks_per_node)} | self.ended
         return dict(self.ended)
 
     def send(self, number: int) -> None:
@@ -606,7 +638,7 @@ class Starter:
 
     def on_each(self, nodes: list[str], argv: list[str], timeout_s: float) -> dict[str, tuple[int, bytes]]:
         """Runs a command once on each node, beside the run: exit code (124: it took too long) and output by node."""
-        environment = {k: v for k, v in os.environ.items() if k not in TASK_VARS}
+        environment = {k: v for k, v in os.environ.items() if k not in TASK_VARS and not re.fullmatch(PER_TASK, k)}
         waiting, running, done = list(nodes), {}, {}
         with tempfile.TemporaryDirectory() as scratch:
             while waiting or running:
@@ -713,7 +745,8 @@ class Pbs(Starter):
     def down(self) -> dict[str, str]:
         found = {}
         for node in self.nodes() if shutil.which("pbsnodes") else ():
-            match = re.search(r"^\s*state = (.*)$", quiet(["pbsnodes", node]).stdout, re.MULTILINE)
+            said = [quiet(["pbsnodes", name]).stdout for name in dict.fromkeys((node, node.split(".")[0]))]  # vnodes have short names
+            match = re.search(r"^\s*state = (.*)$", "".join(said), re.MULTILINE)
             if match and re.search("down|offline|unresolvable|unknown", match[1]):
                 found[node] = f"PBS says {match[1].strip()}"
         return found

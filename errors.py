@@ -17,3 +17,7 @@ class ConfigError(Exception):
 
 class LaunchError(Exception):
     """A setting of the launcher that cannot work; the message names it, its value and the fix."""
+
+
+class ShortOfNodes(LaunchError):
+    """Too few nodes of an allocation can be used: another one may do."""

@@ -54,6 +54,7 @@ from recover import say
 if TYPE_CHECKING:  # the command line must start at once, so torch is imported only where a rank needs it
     import torch
 
+SRUN_S = 10.0  # that an srun or mpiexec may take to end its tasks on all nodes, once its launcher was killed
 RESUMABLE = ("train.py",)  # programs that tell their progress, and go on from a checkpoint when they are started again
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid
 KILL_PATIENCE_S = 30.0  # for the end of a killed process: one that the kernel holds may take longer, and is left to it
@@ -254,9 +255,14 @@ def run(main) -> int:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    for number in STOP_SIGNALS:  # nothing is left to stop, and Python takes its handlers away before the process is gone
-        signal.signal(number, signal.SIG_IGN)
+    ignore_requests()
     return EXIT_OK if code is None else code
+
+
+def ignore_requests() -> None:
+    """Nothing is left to stop, and Python takes its handlers of signals away before the process is gone."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def code_of(error: BaseException) -> int:
@@ -486,18 +492,19 @@ def kill_group(group: int) -> None:
 class Guard:
     """A process that waits for the end of the launcher, and kills and removes what a launcher killed by SIGKILL could not."""
 
-    def __init__(self, mark: str, folders: list[Path]) -> None:
+    def __init__(self, mark: str, folders: list[Path], grace_s: float = 0.0) -> None:
+        """grace_s: what is left may take so long to end by itself, before it is killed."""
         read_end, self.pipe = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.pipe)
-                self._watch(read_end, mark, folders)
+                self._watch(read_end, mark, folders, grace_s)
             finally:
                 os._exit(0)
         os.close(read_end)
 
-    def _watch(self, read_end: int, mark: str, folders: list[Path]) -> None:
+    def _watch(self, read_end: int, mark: str, folders: list[Path], grace_s: float) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
@@ -508,7 +515,7 @@ class Guard:
                 groups ^= {int(line)}
         for group in groups:
             kill_group(group)
-        kill_marked(mark)
+        kill_marked(mark, grace_s)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -686,7 +693,7 @@ def memory_folder() -> Path:
 
 def run_task(folder: Path, command: list[str]) -> int:
     """This process as a task of srun or mpiexec: starts its one rank, passes signals on to it, writes how it ended, and leaves
-    nothing behind. Always 0, or srun or mpiexec would end the other tasks."""
+    nothing behind. Always 0, or srun or mpiexec would end the other tasks; but where that cannot be written, EXIT_NO_SPACE."""
     environment = cluster.task_environment()
     pages, mark = Path(environment[watch.FOLDER_VAR]), environment[RUN_VAR]
     inbox = Inbox()
@@ -699,6 +706,10 @@ def run_task(folder: Path, command: list[str]) -> int:
                 ranks.send(number)
         if said := ranks.said():
             (folder / f"said-{environment['RANK']}.txt").write_text(said + "\n")
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return EXIT_NO_SPACE  # nowhere else can it be said
     finally:
         ranks.kill()
         guard.close()
@@ -761,17 +772,17 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="nano1t-")) if scheduler == "none" else cluster.shared_folder(command, name)
     pages = memory_folder() / f"nano1t-{name}"
     inbox = Inbox()
-    guard = Guard(mark, [folder, pages])
+    guard = Guard(mark, [folder, pages], 0.0 if scheduler == "none" else SRUN_S)
     try:
         if scheduler == "none":
             local = Local(options.nodes + options.spares, options.ranks_per_node, options.port, options.threads, guard, mark)
-            return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)
+            return recover.supervise(local, command, supervision(options, command, folder, pages), inbox)[0]
         starter = cluster.starter(scheduler, site, options, mark)
         with cluster.chained(scheduler, options, command) as chain:
             cluster.prepare(starter, options, command)
             settings = supervision(options, command, folder, pages)
             settings.check = cluster.node_check(starter) if options.node_check else None
-            chain.code = recover.supervise(starter, command, settings, inbox)
+            chain.code, chain.cause = recover.supervise(starter, command, settings, inbox)
         return chain.code
     except LaunchError as error:
         say(f"error: {error}")
@@ -781,4 +792,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    ignore_requests()
+    sys.exit(ended)

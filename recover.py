@@ -29,6 +29,7 @@ BEGUN_VAR = "NANO1T_BEGUN"  # step from which this launch's first attempt starte
 PEER_GRACE_S = 2.0  # after a rank failed, its peers mostly fail by themselves, and say why
 TERM_GRACE_S = 5.0  # from SIGTERM to SIGKILL for the peers of a failed rank: they may wait for it forever
 ECHO_S = 0.5  # the same signal within this time is one request: timeout(1) and make signal both us and our group
+END_S = 60.0  # a request to stop so near the job's end is the scheduler's: PBS gives no other warning
 POLL_S = 0.5  # between looks at the progress
 MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGBUS, signal.SIGSEGV)  # how a process ends when the host has no more memory
 OUT_OF_MEMORY = ("; meanwhile the kernel ended processes because the host was out of memory: see out/hosts.jsonl for what was "
@@ -166,8 +167,9 @@ def cause_of(e: Evidence) -> Cause:
     for exit in own:
         if exit.code in KNOWN:
             return Cause(KNOWN[exit.code], f"rank {exit.rank}: {MEANING[KNOWN[exit.code]]}", code=exit.code)
-    if e.asked == ("SIGUSR1",) and (missing(e) or any(exit.code == -signal.SIGUSR1 for exit in own)):
-        return Cause(STOPPED, "the scheduler's warning came before the ranks, or what starts them, could take it", code=EXIT_STOPPED)
+    if "SIGUSR1" in e.asked or e.asked and e.left_s is not None and e.left_s < END_S:
+        how = "" if code == EXIT_STOPPED else ", and the job's end came before theirs in good order"
+        return Cause(STOPPED, f"{e.asked[0]} was passed on, the scheduler's warning{how}", code=EXIT_STOPPED)
     if e.asked:
         return Cause(STOPPED if code == EXIT_STOPPED else CANCELLED, f"{e.asked[0]} was passed on", code=code or EXIT_FAILED)
     if e.down:
@@ -231,6 +233,11 @@ def cause_of_death(e: Evidence, own: list[Exit], first: Exit | None, code: int) 
     if first.page["phase"] == "init" and e.step_after == e.step_before:
         return Cause(START, f"rank {first.rank} ended with exit code {first.code} while it began", code=code)
     return Cause(ERROR, f"rank {first.rank} ended with exit code {first.code}", (first.node,), code=code)
+
+
+def most(bad, nodes: list[str]) -> bool:
+    """So many at once say more of the scheduler, or the network, that should reach them."""
+    return len(nodes) > 1 and 2 * len(bad) > len(nodes)
 
 
 def only(nodes: set[str]) -> tuple[str, ...]:
@@ -470,6 +477,7 @@ class Attempt:
             except ValueError:
                 code = 1
             self.silent += () if code == 0 else (node,)
+        self.silent = () if most(self.silent, self.nodes) else self.silent
         nodes_of = {rank: self.nodes[rank // self.starter.ranks_per_node] for rank in range(self.world())}
         self.hang = watch.blame(self.ranks, self.world(), nodes_of, self.silent)
         shown = sorted(self.ranks, key=lambda rank: (rank.rank not in self.hang.ranks, rank.rank))[:32]
@@ -486,7 +494,8 @@ class Attempt:
                      step_before, max(step_before, self.progress.get("step", 0)), self.progress.get("step", 0), down, {}, asked,
                      self.hang, self.silent, left_s - time.time() if left_s else None)
         if options.check and cause_of(e).name in (KILLED, HANG, ERROR, START):
-            e = replace(e, suspects=options.check(self.nodes))
+            suspects = options.check(self.nodes)
+            e = replace(e, suspects={} if most(suspects, self.nodes) else suspects)
         return e
 
 
@@ -518,9 +527,9 @@ class Account:
                 f"({self.useful_s:.1f} s of steps that count in {wall_s:.1f} s){back}")
 
 
-def supervise(starter, command: list[str], options: Options, inbox) -> int:
-    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code. inbox:
-    the launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started at all."""
+def supervise(starter, command: list[str], options: Options, inbox) -> tuple[int, str]:
+    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code and why
+    the last attempt ended. inbox: the launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started."""
     history, requests, account, verdict = History(), Requests(), Account(), None
     run, environment, best = None, {}, None
     while True:
@@ -537,7 +546,7 @@ def supervise(starter, command: list[str], options: Options, inbox) -> int:
         told = attempt.progress
         if told.get("run") and run is None:
             run, environment = Path(told["run"]), {BEGUN_VAR: str(told["from"])}
-        best = told.get("from", 0) if best is None else best
+        best = told.get("from", told.get("step", 0)) if best is None else best
         e = attempt.evidence(best, tuple(s.name for s in requests.sent))
         verdict, best = judge(e, history, options.limits, len(nodes) - options.nodes, time.time()), e.step_after
         announce(e)
@@ -550,11 +559,11 @@ def supervise(starter, command: list[str], options: Options, inbox) -> int:
         if asked := pause(inbox, verdict.wait_s):
             say(f"{asked} while waiting to start again: the run can go on from its newest checkpoint")
             account.say()
-            return EXIT_STOPPED
+            return EXIT_STOPPED, STOPPED
     account.say()
     if verdict.cause.name in BUDGETS and options.limits.retries:
         say(f"given up: {verdict.cause.name}, {verdict.cause.why}; {verdict.why}")
-    return verdict.code
+    return verdict.code, verdict.cause.name
 
 
 def healthy(starter, history: History, needed: int) -> list[str]:

@@ -30,7 +30,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from errors import LaunchError
+from errors import LaunchError, ShortOfNodes
 
 MARKER = ".staged"  # in a complete copy: the archive's SHA-256
 SHEBANG_BYTES = 127  # that every Linux reads
@@ -66,6 +66,7 @@ def unpack(archive: Path, target: Path, digest: str) -> None:
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several nodes may share a disk
         if staged(target, digest):
+            archive.unlink(missing_ok=True)
             return
         if (found := sha256(archive)) != digest:
             raise LaunchError(f"{archive} is damaged: its SHA-256 is {found[:12]}..., not {digest[:12]}...")
@@ -223,7 +224,7 @@ def stage(env: Path, folder: str, nodes: list[str], on_each, broadcast=None, cop
         done = missing and broadcast and subprocess.run(broadcast(str(archive), path), stdin=subprocess.DEVNULL).returncode == 0
         if missing and not done:
             report.rounds, report.failed = tree(copy or ssh(str(archive), path), missing)
-        there = [node for node in missing if node not in report.failed]
+        there = nodes if done else [node for node in missing if node not in report.failed]  # a broadcast reaches all
         answers = on_each(there, [*program, "unpack", path, target, digest], UNPACK_S) if there else {}
         for node in there:
             code, output = answers.get(node, LOST)
@@ -232,7 +233,7 @@ def stage(env: Path, folder: str, nodes: list[str], on_each, broadcast=None, cop
     report.python, report.seconds = f"{target}/bin/python", time.monotonic() - began
     if len(nodes) - len(report.failed) < minimum:
         lost = "; ".join(f"{node}: {why}" for node, why in report.failed.items())
-        raise LaunchError(f"--stage {folder}: {len(nodes) - len(report.failed)} of {len(nodes)} nodes have the environment, "
+        raise ShortOfNodes(f"--stage {folder}: {len(nodes) - len(report.failed)} of {len(nodes)} nodes have the environment, "
                           f"{minimum} are needed ({lost})")
     return report
 

@@ -21,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -610,7 +610,11 @@ class Output:
             self.lock_file = open(self.path.with_name(f".{self.path.name}.lock"), "a")
             if self.path.exists() and not self.path.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, "is not a directory")
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):  # without locks the claim must do
+                    raise
             owner = self.path.with_name(f".{self.path.name}.owner")
             cluster.claim(owner, f"--run={self.hp.run}")
             atexit.register(cluster.release, owner)
@@ -621,12 +625,20 @@ class Output:
             raise ConfigError(f"--run={self.hp.run}: {self.path} cannot be written ({error.strerror}); free it, or start in "
                               "another directory") from None
 
+    def begun_before(self) -> bool:
+        """Whether an earlier attempt of this launch has begun this run, or an earlier job of this chain."""
+        with suppress(OSError):
+            return recover.BEGUN_VAR in os.environ or cluster.follows((self.path / "chain").read_text())
+        return False
+
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
         if not self.active:
             return
         with self.survived():
             self.path.mkdir(parents=True, exist_ok=True)
+            if chain := cluster.chain_id():
+                (self.path / "chain").write_text(chain)
             (self.path / "config.json").write_text(json.dumps({"settings": asdict(hp), "model": asdict(m)}, indent=1))
             self.keep_metrics_before(step)
         self.alive_before = alive_before_a_crash(self.path / "progress.json") if step else None
@@ -952,11 +964,11 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
                               f"{sum(on_device.values()) / GIB:.1f} ({describe(on_device)}); use --offload_state=True, more "
                               f"nodes, or another --size than {hp.size}")
     reports = [json.loads(text) for text in share_texts(json.dumps(host_report(on_host)), grid, where.device)]
+    check_hosts(reports, fixes)
     if out.active:
         with out.survived():
             for line in record_hosts(out.path.parent / "hosts.jsonl", reports, hp.run):
                 out.log(line)
-    check_hosts(reports, fixes)
 
 
 def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
@@ -967,8 +979,8 @@ def begin(asked: Hyperparameters, hp: Hyperparameters, m: Model, grid: Grid, whe
 
     def choose() -> tuple[str, list[str]]:
         resume = hp.resume
-        if recover.BEGUN_VAR in os.environ and out.active and (resume == "never" or checkpoint.complete(root)):
-            resume = "auto"  # an earlier attempt of this launch has done as it says, and has gone on from there
+        if out.active and out.begun_before() and (resume == "never" or checkpoint.complete(root)):
+            resume = "auto"  # an earlier attempt, or job of the chain, has done as it says, and has gone on from there
         if resume != "auto" or not out.active:
             return resume, [] if resume == "never" else [resume]
         return resume, [str(p) for p in checkpoint.candidates(root)[:5]]  # so many damaged ones in a row are no accident

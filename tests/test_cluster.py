@@ -13,10 +13,10 @@ from spawn import ROOT
 
 import cluster
 import launch
-from errors import EXIT_CONFIG, LaunchError
+from errors import EXIT_CONFIG, EXIT_NO_SPACE, LaunchError
 
 VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "PBS_JOBID", "PBS_NODEFILE", "SLURM_CONF", cluster.SITE_VAR, cluster.CHAIN_VAR,
-             cluster.SCRIPT_VAR, cluster.JOB_END_VAR)
+             cluster.FIRST_VAR, cluster.SCRIPT_VAR, cluster.JOB_END_VAR)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def script(scheduler, *options, command=("train.py", "--run=a 'b' $c\n#d")):
 def test_a_slurm_script_is_read_by_slurm_and_the_shell_as_it_is_meant(monkeypatch):
     monkeypatch.delenv(cluster.SITE_VAR, raising=False)
     text = script("slurm", "--site=jupiter", "--account=project", "--partition=booster", "--time=12:00:00", "--warn=900",
-                  "--setup=module load Stages/2026", "--dry")
+                  "--setup=module load Stages/2026", "--dry-run")
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     assert head == ["#SBATCH --job-name=nano1t-a--b---c--d", "#SBATCH --nodes=10  # 2 of them spare",
                     "#SBATCH --ntasks-per-node=4",
@@ -84,19 +84,20 @@ def test_a_slurm_script_is_read_by_slurm_and_the_shell_as_it_is_meant(monkeypatc
     assert text.splitlines()[len(head) + 2 : len(head) + 5] == [
         f"cd {shlex.quote(os.getcwd())} || exit 2", "module load Stages/2026", "export NANO1T_JOB_SCRIPT='/jobs/x y.sh'"]
     words = shlex.split(text[text.index("exec ") :])
-    assert words[:3] == ["exec", sys.executable, str(ROOT / "launch.py")] and "--dry" not in words
+    assert words[:3] == ["exec", sys.executable, str(ROOT / "launch.py")] and "--dry-run" not in words
     assert words[-3:] == ["--", str(ROOT / "train.py"), "--run=a 'b' $c\n#d"]
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
 
 
 def test_a_pbs_script(monkeypatch):
+    monkeypatch.setenv(cluster.SITE_VAR, "aurora")  # qsub passes nothing on
     text = script("pbs", "--site=aurora", "--queue=prod", "--account=project", "--time=1-00:30:00", command=("train.py",
                                                                                                              "--run=big"))
     head = [line for line in text.splitlines() if line.startswith("#PBS")]
     assert head == ["#PBS -N nano1t-big", "#PBS -l select=10", "#PBS -l walltime=24:30:00", "#PBS -j oe", "#PBS -o out/jobs/",
-                    "#PBS -A project",
-                    "#PBS -q prod", "#PBS -l filesystems=home:flare", "#PBS -l place=scatter", "#PBS -k doe"]
+                    "#PBS -r n", "#PBS -A project", "#PBS -q prod", "#PBS -l filesystems=home:flare", "#PBS -l place=scatter", "#PBS -k doe"]
     assert "\nmodule load frameworks\n" in text and "\nexport NANO1T_JOB_END=$(($(date +%s) + 88200))\n" in text
+    assert "\nexport NANO1T_SITE=aurora\n" in text
 
 
 @pytest.mark.parametrize("text", ["1h", "", "90", "1:2:3:4", "a:b"])
@@ -118,6 +119,9 @@ def test_flags_override_the_table():
     assert changed.environment["FI_CXI_RX_MATCH_MODE"] == "software"
     assert (changed.membind, changed.setup, changed.submit, changed.start) == ("", ("module load x",), (),
                                                                                ("--cpu-bind=map ldom",))
+    words = "-l filesystems=home:eagle -l place=scatter --comment='a b' --exclusive"  # qsub reads each line by itself
+    assert site(f"--submit-options={words}").submit == ("-l filesystems=home:eagle", "-l place=scatter", "'--comment=a b'",
+                                                        "--exclusive")
     for wrong in (["--site=mars"], ["--set", "novalue"], ["--set", "1a=b"]):
         with pytest.raises(LaunchError, match=wrong[0][:6]):
             site(*wrong)
@@ -183,11 +187,62 @@ def test_words_of_the_scheduler_on_nodes(bare, monkeypatch):
     assert cluster.Slurm(cluster.Site(), 1).down() == {"n6": "Slurm has taken it out of the job",
                                                        "n2": "Slurm says down: bad dimm",
                                                        "n4": "Slurm says allocated*: none"}
-    program(bare, "pbsnodes", 'test $1 = a && echo "     state = down,offline" || echo "     state = job-exclusive"\n')
+    program(bare, "pbsnodes", 'case $1 in a|c) echo "     state = down,offline";; b) echo "     state = job-exclusive";; '
+                              "*) echo unknown node >&2; exit 1;; esac\n")
     program(bare, "mpiexec", "echo PALS\n")
-    (bare / "nodes").write_text("a\nb\n")
+    (bare / "nodes").write_text("a\nb.site\nc.site\n")  # vnodes have short names
     monkeypatch.setenv("PBS_NODEFILE", str(bare / "nodes"))
-    assert cluster.Pbs(cluster.Site(), 1).down() == {"a": "PBS says down,offline"}
+    assert cluster.Pbs(cluster.Site(), 1).down() == {"a": "PBS says down,offline", "c.site": "PBS says down,offline"}
+
+
+@pytest.mark.parametrize("answer, alive", [
+    ("echo '    job_state = R'", True), ("echo '    job_state = F'", False), ("echo cannot connect >&2; exit 1", True),
+    ("echo qstat: Unknown Job Id 7.server >&2; exit 153", False), ("echo 7.server Job has finished >&2; exit 35", False),
+    ('test $1 = -x && echo no job history >&2 && exit 1; echo "    job_state = R"', True),
+    ("test $1 = -x && echo no job history >&2 && exit 1; echo Unknown Job Id >&2; exit 153", False)])
+def test_whether_a_job_of_pbs_may_still_run(bare, answer, alive):
+    program(bare, "qstat", answer + "\n")
+    assert cluster.job_alive("pbs", "7.server") == alive
+
+
+def test_a_look_at_a_node_is_not_bound_like_a_rank(bare, monkeypatch):
+    """Options of srun that a job has for each of its ranks are variables in it."""
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_CPU_BIND_TYPE", "SRUN_CPUS_PER_TASK", "SLURM_JOB_GPUS"):
+        monkeypatch.setenv(name, "1")
+    program(bare, "srun", "/usr/bin/env\n")
+    code, output = cluster.Slurm(cluster.Site(), 4).on_each(["n1"], ["true"], 30)["n1"]
+    assert code == 0 and b"SLURM_JOB_GPUS=1" in output
+    assert not any(name in output for name in (b"GPUS_PER_TASK", b"CPU_BIND", b"CPUS_PER_TASK"))
+
+
+def test_what_is_left_of_a_launch_gets_time_to_end_its_tasks():
+    """As an srun does, whose launcher was killed."""
+    def start(seconds):
+        code = f"import time; print(flush=True); time.sleep({seconds}); exit(5)"
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, cluster.RUN_VAR: mark})
+        process.stdout.readline()
+        return process
+
+    mark = f"/left-{os.getpid()}/"
+    quick = start(1)
+    cluster.kill_marked(mark, 30)  # not all of it
+    assert quick.wait() == 5
+    slow = start(60)
+    cluster.kill_marked(mark, 0.5)
+    assert slow.wait() == -signal.SIGKILL
+    quick.stdout.close(), slow.stdout.close()
+
+
+def test_a_task_that_cannot_write_how_its_rank_ended_says_so_by_its_code(tmp_path):
+    (tmp_path / ".exit-0.json").symlink_to("/dev/full")
+    env = {**os.environ, "SLURM_PROCID": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "NANO1T_FOLDER": "",
+           cluster.NODES_VAR: "a,b", cluster.RUN_VAR: f"/full-{os.getpid()}", launch.watch.FOLDER_VAR: str(tmp_path / "pages")}
+    (tmp_path / "program.py").write_text("exit(3)\n")
+    argv = [sys.executable, str(ROOT / "launch.py"), "--task", str(tmp_path), "--", str(tmp_path / "program.py")]
+    process = subprocess.Popen(argv, env=env)
+    assert process.wait(60) == EXIT_NO_SPACE
+    starter = cluster.Starter(cluster.Site(), 1)
+    assert cluster.Step(starter, process, ["a", "b"], tmp_path, "", "").codes() == {0: EXIT_NO_SPACE, 1: EXIT_NO_SPACE}
 
 
 def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
@@ -199,23 +254,29 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
     options = launch.parse(["--chain", "2", "--", str(ROOT / "train.py")])[0]
     cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False,
                                                                                                                      "hang"),
-             (137, False, "node"), (1, True, "node of an earlier job")]
+             (137, False, "node"), (2, True, "")]
     for code, deleted, cause in cases:
-        ended = 0 if "earlier" in cause else 9e9
-        (tmp_path / "attempts.jsonl").write_text(json.dumps({"cause": cause.split()[0] if cause else "", "ended": ended}) + "\n")
         (bare / "said").unlink(missing_ok=True)
         monkeypatch.delenv(cluster.CHAIN_VAR, raising=False)
         chain = cluster.Chain("pbs", options, tmp_path)
-        chain.code = code
+        chain.code, chain.cause = code, cause
         chain.end()
         said = (bare / "said").read_text().splitlines()
-        assert said[0] == "-v NANO1T_CHAIN=1 -W depend=afterany:7.server /jobs/x.sh"
+        assert said[0] == "-v NANO1T_CHAIN=1,NANO1T_CHAIN_FIRST=7.server -W depend=afterany:7.server /jobs/x.sh"
         assert ("qdel 8.server" in said) == deleted
     monkeypatch.setenv(cluster.CHAIN_VAR, "0")
     assert cluster.Chain("pbs", options, tmp_path).follower == ""
     monkeypatch.setenv(cluster.CHAIN_VAR, "1")
+    monkeypatch.setenv("PBS_JOBID", "8.server")  # a follower; the next one belongs to the same chain
+    monkeypatch.setenv(cluster.FIRST_VAR, "7.server")
+    (bare / "said").unlink()
+    cluster.Chain("pbs", options, tmp_path)
+    assert "NANO1T_CHAIN_FIRST=7.server" in (bare / "said").read_text()
+    assert cluster.follows("7.server") and not cluster.follows("6.server")
     (tmp_path / "stop").touch()
     assert cluster.Chain("pbs", options, tmp_path).follower == ""
+    monkeypatch.delenv(cluster.FIRST_VAR)
+    assert cluster.chain_id() == "8.server" and not cluster.follows("8.server")  # a second launch in one allocation is no follower
 
 
 def test_a_request_to_stop_travels_as_usr1(tmp_path):

@@ -295,6 +295,7 @@ def test_what_cannot_fit_is_refused_before_training(tmp_path, settings, message)
     done = launch(1, ranks, "train.py", "--run=refused", "--wandb=off", *settings, cwd=tmp_path, check=False)
     assert done.returncode == 2 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not (tmp_path / "out" / "refused").exists()
+    assert not (tmp_path / "out" / "hosts.jsonl").exists()  # else the next job of this name would ask so much of its nodes
 
 
 def test_a_run_reports_memory_by_purpose(tmp_path):

@@ -65,6 +65,11 @@ CASES = {
     "cancelled": (ended(75, 75, 75, 75, asked=("SIGTERM",)), STOPPED, False, 75, ()),
     "warned before the ranks listen": (ended(-10, 1, 75, 1, asked=("SIGUSR1",)), STOPPED, False, 75, ()),
     "warned before the ranks are there": (ended(None, None, None, None, asked=("SIGUSR1",)), STOPPED, False, 75, ()),
+    "a rank lost after the warning": (ended(1, 1, -9, -9, asked=("SIGUSR1",)), STOPPED, False, 75, ()),
+    "warned, then told to end": (ended(None, None, None, None, asked=("SIGUSR1", "SIGTERM")), STOPPED, False, 75, ()),
+    "told to end at the job's end": (ended(-10, -10, -10, -10, asked=("SIGTERM",), left_s=3.0), STOPPED, False, 75, ()),
+    "told to end long before the job's end": (ended(-10, -10, -10, -10, asked=("SIGTERM",), left_s=300.0), CANCELLED, False, 138, ()),
+    "a check that fails after the warning": (ended(70, 75, 75, 75, asked=("SIGUSR1",)), UNHEALTHY, False, 70, ()),
     "cancelled before the ranks are there": (ended(None, None, None, None, asked=("SIGTERM",)), CANCELLED, False, 1, ()),
     "cancelled before the first step": (ended(-2, -2, -2, -2, asked=("SIGINT",)), CANCELLED, False, 130, ()),
     "cancelled while a rank died": (ended(1, -9, 1, 1, asked=("SIGINT",)), CANCELLED, False, 137, ()),
@@ -257,6 +262,59 @@ def test_a_node_that_does_not_answer_is_named():
     ranks = [rank(0, "n0", 9, 9), rank(1, "n0", 9, 9)]
     found = watch.blame(ranks, 4, FOUR, ["n1"])
     assert (found.kind, found.ranks, found.nodes) == ("unreachable", [2, 3], ["n1"])
+
+
+class Ending:
+    """A starter of attempts whose ranks end at once, with the codes of a list; and their handle."""
+
+    ranks_per_node, names, mute = 2, ["n0", "n1"], ()
+
+    def __init__(self, *attempts, told=()):
+        self.attempts, self.told, self.number = attempts, told, 0
+
+    def start(self, nodes, command, environment, folder):
+        if self.number < len(self.told):
+            watch.replace_json(folder / "progress.json", self.told[self.number])
+        self.number += 1
+        return self
+
+    def codes(self):
+        return dict(enumerate(self.attempts[self.number - 1]))
+
+    def on_each(self, nodes, argv, timeout_s):
+        return {node: (0, b"[]") for node in nodes if node not in self.mute}
+
+    def nodes(self):
+        return self.names
+
+    poll, kill, send, unusable = (lambda self, *_: True), (lambda self: None), (lambda self, _: None), (lambda self: {})
+
+
+def supervised(tmp_path, starter, **limits):
+    options = recover.Options(2, tmp_path / "attempts", tmp_path / "pages", Limits(backoff_s=0.0, **limits))
+    return recover.supervise(starter, ["train.py"], options, None)
+
+
+def test_a_cause_is_known_before_there_is_a_run_to_note_it_in(tmp_path):
+    assert supervised(tmp_path, Ending([1, 1, -9, -9]), retries=0) == (137, NODE)
+
+
+def test_what_a_start_goes_on_from_is_no_progress(tmp_path):
+    """A run at step 500 whose ranks fail before they say that they have begun."""
+    init = {"step": 500, "phase": "data"}
+    starter = Ending(*[[1, 1, 1, 1]] * 5, told=[init] * 5)
+    assert supervised(tmp_path, starter) == (1, START) and starter.number == 2
+
+
+def test_where_no_node_answers_none_is_to_blame(tmp_path):
+    for mute, silent in (([], ()), (["n1"], ("n1",)), (["n0", "n1"], ())):
+        starter = Ending([0, 0, 0, 0])
+        starter.mute = mute
+        attempt = recover.Attempt(starter, starter.names, 1, recover.Options(2, tmp_path, tmp_path, Limits()))
+        attempt.handle = starter
+        attempt.hung("no step")
+        assert attempt.silent == silent
+    assert not recover.most(["n0"], ["n0"]) and not recover.most(["n0"], ["n0", "n1"]) and recover.most("ab", "abc")
 
 
 # ---- the page

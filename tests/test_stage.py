@@ -123,6 +123,26 @@ def test_a_damaged_archive_and_an_old_copy(env, tmp_path):
         stage.pack(tmp_path, tmp_path / "x.tar")
 
 
+def test_a_broadcast_leaves_no_archive_on_nodes_that_had_the_copy(env, tmp_path):
+    def on_each(nodes, argv, timeout_s):
+        ended = {}
+        for node in nodes:
+            own = [word.replace("/local", str(tmp_path / node)) for word in argv]
+            ended[node] = subprocess.run(own, capture_output=True)
+        return {node: (done.returncode, done.stdout + done.stderr) for node, done in ended.items()}
+
+    def broadcast(archive, path):
+        return ["sh", "-c", 'for node in a b; do cp "$0" "$1/$node/$2" || exit 1; done', archive, str(tmp_path), Path(path).name]
+
+    for node in "ab":
+        (tmp_path / node).mkdir()
+    for nodes in (["a"], ["a", "b"]):
+        report = stage.stage(env, "/local", nodes, on_each, broadcast)
+        assert not report.failed
+    assert len([path for path in (tmp_path / "b").iterdir() if path.is_dir()]) == 1
+    assert not [*(tmp_path / "a").glob("*.tar"), *(tmp_path / "b").glob("*.tar")]
+
+
 def test_a_first_line_that_the_kernel_would_cut(env, tmp_path):
     deep = tmp_path / ("d" * 60) / ("e" * 60) / "env"
     deep.parent.mkdir(parents=True)

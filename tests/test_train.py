@@ -1,5 +1,7 @@
 """train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -10,7 +12,9 @@ import sys
 import time
 from types import SimpleNamespace
 
+import cluster
 import pytest
+import recover
 import torch
 import train
 from checkpoint import Outcome
@@ -240,6 +244,37 @@ def test_two_processes_never_train_one_run(here):
     assert "stopped by SIGINT" in first.stdout.read() and first.wait(60) == EXIT_STOPPED
     assert second.returncode == EXIT_CONFIG and "another process is training this run" in second.stderr
     assert len(losses(here, "twice")) >= 2
+
+
+def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
+    """Lustre mounted without flock, NFS without a lock daemon: the claim of the job must do."""
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    out = train.Output(train.Hyperparameters(run="nolocks"), SimpleNamespace(rank=0))
+    for number in (errno.ENOSYS, errno.ENOLCK):
+        out.lock()
+    number = errno.EIO
+    with pytest.raises(ConfigError, match="cannot be written"):
+        out.lock()
+
+
+def test_a_follower_in_a_chain_knows_that_its_run_has_begun(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("SLURM_JOB_ID", cluster.FIRST_VAR, recover.BEGUN_VAR):
+        monkeypatch.delenv(name, raising=False)
+    out = train.Output(train.Hyperparameters(run="chained", wandb="off"), SimpleNamespace(rank=0))
+    (tmp_path / "out").mkdir()
+    for job, first, before, after in (("1", None, False, False), ("2", "1", True, True), ("3", None, False, False), ("4", "1", False,
+                                                                                                                     True)):
+        monkeypatch.setenv("PBS_JOBID", job)
+        monkeypatch.setenv(cluster.FIRST_VAR, first) if first else monkeypatch.delenv(cluster.FIRST_VAR, raising=False)
+        assert out.begun_before() == before
+        out.open(out.hp, model_of("debug"), 0)
+        assert out.begun_before() == after
+    assert (tmp_path / "out" / "chained" / "chain").read_text() == "1"
 
 
 def test_a_signal_before_the_first_step_ends_at_once(here):
