@@ -104,7 +104,11 @@ def candidates(root: Path) -> list[Path]:
     must be asked for."""
     found, note = complete(root), root / BEGUN
     if note.exists():
-        source = Path(json.loads(note.read_text())["path"])
+        try:
+            source = Path(json.loads(note.read_text())["path"])
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"--resume=auto: {note} does not say from which checkpoint this run was begun; delete it and give "
+                              "--resume=PATH once more, or go on from the run's own checkpoints without it") from None
         if not found and not (source / ".complete").exists():
             raise ConfigError(f"--resume=auto: this run has no checkpoint yet, and {source}, from which it was begun, is gone; bring it "
                               "back, or --resume=never starts afresh and moves the run aside")
@@ -156,7 +160,8 @@ def begun_from(root: Path, source: Path) -> list[Path]:
     any, are renamed; returns their new places."""
     aside = set_aside_after(root, -1)
     root.mkdir(parents=True, exist_ok=True)
-    write_synced(root / BEGUN, json.dumps({"path": str(source.absolute())}))
+    write_synced(root / ".begun", json.dumps({"path": str(source.absolute())}))
+    (root / ".begun").rename(root / BEGUN)  # all of it or nothing
     sync(root)
     return aside
 

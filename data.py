@@ -319,8 +319,8 @@ def pack_tokens(cache: Path, tokens, tokenizer: str, seq_len: int, vocab: int, s
                 **{k: before[k] for k in keep}}
 
     # by content, not by name: two ways to the same tokens give the same rows
-    key = digest([FORMAT, PACK_FORMAT, before["tokenizer_hash"], vocab, [shards.fingerprint for shards in sets.values()], seq_len,
-                  seed, packing, SHARD_BYTES])[:16]
+    prints = [shards.fingerprint(Path(cache) / "hashes.json") for shards in sets.values()]
+    key = digest([FORMAT, PACK_FORMAT, before["tokenizer_hash"], vocab, prints, seq_len, seed, packing, SHARD_BYTES])[:16]
     return stage(cache, f"rows-{key}", build, f".rows-{key}.partial")
 
 

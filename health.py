@@ -148,6 +148,8 @@ def agree(problem: str, grid: Grid, device: torch.device):
 def check_state(state: State, grid: Grid, m: Model):
     """All that can be told from the state alone; reads every master once. Raises CheckFailed on all ranks."""
     device = state.bias_LX.device
+    if state.copies:
+        state.copies.finish()  # the host reads what the device has sent there
     agree(type_problem(state) or rope_problem(m, device), grid, device)
     held = share_texts(json.dumps(held_values(state)), grid, device)
     if problem := shard_problem([json.loads(text) for text in held], grid):
@@ -245,6 +247,8 @@ class Moves:
     def marks(self) -> dict[str, bytes]:
         """What this rank owns of each parameter."""
         found = {}
+        if self.state.copies:
+            self.state.copies.finish()
         for name, bucket in self.state.buckets.items():
             flat = self.state.master[name].view(-1)
             parts = [(name, flat)] if bucket.rule.owner == "expert" else [

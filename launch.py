@@ -183,7 +183,8 @@ def setup(where: Place, timeout_s: float = 1800) -> None:
         keep_freed_memory()
     if where.device.index is not None:
         torch.accelerator.set_device_index(where.device.index)
-        options["device_id"] = where.device
+        if where.backend == "nccl":  # it connects at once; groups of another backend that inherit this may not know the device
+            options["device_id"] = where.device
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if where.world == 1 and missing:
         # No peers, so no port: two single-rank runs on one machine never meet.

@@ -629,6 +629,10 @@ class Balance:
         self.total_LC = total_LC
         self.share_LX = self.counts_LX / self.counts_LX.sum(1, keepdim=True).clamp(min=1)
 
+    def to_host(self):
+        """For all that reads it there: once the step's numbers are known, for after the update it would wait for that too."""
+        self.summed(self.total_LC.cpu())
+
     @property
     def counts_LX(self) -> Tensor:
         return self.total_LC[:, : self.experts]
@@ -644,6 +648,7 @@ class Balance:
 def move_bias(bias_LX: Tensor, counts_LX: Tensor, rate: float):
     """Raises the selection bias of experts that got less than the mean and lowers that of the others, by `rate` (DeepSeek-V3;
     Wang et al. 2024, arXiv 2408.15664). In place."""
+    counts_LX = counts_LX.to(bias_LX.device)
     bias_LX += rate * torch.sign(counts_LX.mean(1, keepdim=True) - counts_LX).to(bias_LX.dtype)
 
 

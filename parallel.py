@@ -954,7 +954,7 @@ def patiently(action: Callable, grid: Grid):
         return action()
     finally:
         if group:
-            dist.barrier(group)
+            dist.all_reduce(torch.zeros(1), group=group)  # not barrier(), which may choose an accelerator that gloo does not know
             dist.destroy_process_group(group)
 
 

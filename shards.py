@@ -19,7 +19,8 @@ import shutil
 import struct
 import time
 from array import array
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,27 @@ def file_sha256(path: Path) -> str:
         while block := f.read(1 << 20):
             h.update(block)
     return h.hexdigest()
+
+
+def stamp(path) -> list:
+    """What changes when a file does: where it lies, its size, the times of its content and of its inode, which nobody can set."""
+    s = os.stat(path)
+    return [os.path.realpath(path), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
+
+
+def file_hashes(paths: list[Path], record: Path | None = None) -> list[str]:
+    """SHA-256 of each file, several at a time. record: keeps them, so that a file that is as it was is not read again."""
+    known, stamps = {}, [stamp(path) for path in paths]
+    if record and record.is_file():
+        with contextlib.suppress(ValueError):                # a damaged one: they are all read again
+            known = {tuple(found): h for found, h in json.loads(record.read_bytes())}
+    new = [(path, tuple(s)) for path, s in zip(paths, stamps) if tuple(s) not in known]
+    if new:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as pool:
+            known |= dict(zip([s for _, s in new], pool.map(file_sha256, [path for path, _ in new])))
+        if record:
+            write_synced(record, json.dumps([[found, h] for found, h in known.items() if os.path.exists(found[0])]).encode())
+    return [known[tuple(s)] for s in stamps]
 
 
 def sync(path: Path) -> None:
@@ -315,7 +337,7 @@ class Shards:
         self.start_N = _joined([s.start_N for s in shards], np.int64)
         self.first_shard = np.cumsum([0] + [len(s.length_N) for s in shards])
         if not self.manifest and split != "all":
-            keep_N = held_out(self) == (split == "val")
+            keep_N = held_out(path, tuple(tuple(stamp(f"{p}{s}")) for p in prefixes for s in (".bin", ".idx"))) == (split == "val")
             before = np.concatenate([[0], np.cumsum(keep_N)])
             self.lengths_N, self.start_N = self.lengths_N[keep_N], self.start_N[keep_N]
             self.first_shard = before[self.first_shard]
@@ -330,13 +352,12 @@ class Shards:
         shard = int(np.searchsorted(self.first_shard, i, "right")) - 1
         return self.bins[shard][self.start_N[i]:self.start_N[i] + self.lengths_N[i]]
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """Hash over the shards' contents, the split and the tokenizer. A foreign set is read once for it."""
+    def fingerprint(self, record: Path | None = None) -> str:
+        """Hash over the shards' contents, the split and the tokenizer. A foreign set is read for it: see file_hashes."""
         if self.manifest:
             files = [self.manifest["files"][f"{p.name}{s}"]["sha256"] for p in self.prefixes for s in (".bin", ".idx")]
         else:
-            files = [file_sha256(Path(f"{p}{s}")) for p in self.prefixes for s in (".bin", ".idx")]
+            files = file_hashes([Path(f"{p}{s}") for p in self.prefixes for s in (".bin", ".idx")], record)
         return digest([FORMAT, files, self.split, self.vocab, self.manifest.get("tokenizer_hash", "")])
 
 
@@ -345,10 +366,13 @@ def _joined(arrays: list[np.ndarray], kind) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays) if arrays else np.zeros(0, kind)
 
 
-def held_out(shards: Shards) -> np.ndarray:
+@lru_cache(1)
+def held_out(path: Path, stamps: tuple) -> np.ndarray:
     """bool [N]: the documents of a foreign set that are never trained on, by a hash of their length and first 32 tokens, so
-    that equal documents go the same way wherever they lie. Where chance takes none (few documents), the lowest hash goes."""
-    parts = []
+    that equal documents go the same way wherever they lie. Where chance takes none (few documents), the lowest hash goes.
+
+    stamps: of its files as they are, for a look at each document costs as much as reading it, if it is short."""
+    shards, parts = Shards(path, "all"), []
     for n, tokens in enumerate(shards.bins):
         first, last = shards.first_shard[n], shards.first_shard[n + 1]
         for at in range(first, last, 1 << 18):

@@ -1134,11 +1134,12 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
         next_batch, next_digest = next_rows(loader, step + 1, device)
         watch.step_begins(step)
 
-        counted = hp.track_memory and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
+        counted = hp.track_memory and not hp.compile and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums, balance = passes(run, m, state, step, batch, counts, inputs)
             reason = why_stop(stop, end_of_job, times, (2 if hp.val_every == 1 else 1) * held_out_s, saver)
             told = tell(sums, state, counts[:, 0].sum(), batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
+            balance.to_host()
             clock.update_begins()
             if skipped := watch.skips.judge(step + 1, told.loss, told.grad_norm, told.suspects):
                 state.grad.clear()
@@ -1342,7 +1343,7 @@ def why_stop(stop: launch.StopRequest, end_of_job: float | None, times: list[flo
 def load_of(balance: Balance, grid: Grid) -> dict:
     """Load of each layer's experts, largest over mean; how many experts got no token; the same of the ranks of a node (all nodes
     together), the mean over layers: with E ranks up to E. And the losses that push the load, where there are any."""
-    counts_LX, (aux, z) = balance.counts_LX.cpu(), balance.losses()
+    counts_LX, (aux, z) = balance.counts_LX, balance.losses()
     ranks_LE = counts_LX.unflatten(1, (grid.E, -1)).sum(-1)
     even = counts_LX.mean(1).clamp(min=1e-9)
     return {"expert_load": [round(x, 4) for x in (counts_LX.amax(1) / even).tolist()],

@@ -290,6 +290,11 @@ def test_what_a_start_may_begin_from(tmp_path):
         with pytest.raises(ConfigError, match="no complete checkpoint.*--resume=never"):
             checkpoint.candidates(tmp_path)
         shutil.rmtree(tmp_path / "step-00000003", ignore_errors=True)
+    checkpoint.begun_from(tmp_path, tmp_path / "elsewhere")
+    assert json.loads((tmp_path / checkpoint.BEGUN).read_text()) == {"path": str(tmp_path / "elsewhere")}
+    (tmp_path / checkpoint.BEGUN).write_text("")
+    with pytest.raises(ConfigError, match="does not say from which checkpoint.*delete it"):
+        checkpoint.candidates(tmp_path)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

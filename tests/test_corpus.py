@@ -149,7 +149,7 @@ def test_foreign_data_set_is_read(tmp_path, code):
     split = [[s[i].tolist() for i in range(len(s))] for s in (train, val)]
     assert Counter(map(tuple, split[0] + split[1])) == Counter(map(tuple, flat)) and 0 < len(split[1]) < 16
     assert not {tuple(d) for d in split[0]} & {tuple(d) for d in split[1]}       # equal documents go the same way
-    assert train.n_tokens + val.n_tokens == whole.n_tokens and train.fingerprint != val.fingerprint
+    assert train.n_tokens + val.n_tokens == whole.n_tokens and train.fingerprint() != val.fingerprint()
     for path in (tmp_path / "a", tmp_path / "a.bin", tmp_path / "a.idx"):
         assert len(shards.Shards(path, "all")) == 150
     assert "token range not checked" in data.verify(str(tmp_path)) and f"below {VOCAB}" in data.verify(str(tmp_path / "a"), VOCAB)
@@ -166,6 +166,26 @@ def test_foreign_data_set_is_packed(small, tmp_path):
     n = sum(data.Rows(rows, s).n_tokens for s in shards.SPLITS)
     assert n == sum(len(s) for d in foreign() for s in d) and tokenizer.load_tokenizer(rows).vocab_size() == VOCAB
     assert data.prepare(str(small[2]), VOCAB, 64, 0, "", str(tmp_path / "c"), quiet).is_dir()       # and a token set of ours
+
+
+def test_a_foreign_data_set_is_read_again_only_where_it_has_changed(small, tmp_path, monkeypatch):
+    def prepare():
+        read.clear()
+        rows = data.prepare(str(tmp_path / "f"), VOCAB, 64, 0, str(small[2] / "tokenizer.model"), str(tmp_path / "c"), quiet)
+        return rows, sorted(path.name for path in read if path.parent == tmp_path)
+
+    read, real = [], shards.file_sha256
+    monkeypatch.setattr(shards, "file_sha256", lambda path: read.append(path) or real(path))
+    write_megatron(tmp_path / "f", foreign())
+    rows, hashed = prepare()
+    assert hashed == ["f.bin", "f.idx"] and prepare() == (rows, [])
+    whole, before = (tmp_path / "f.bin").read_bytes(), os.stat(tmp_path / "f.bin")
+    (tmp_path / "f.bin").write_bytes(whole[:-8] + whole[-4:] + whole[-4:])
+    os.utime(tmp_path / "f.bin", ns=(before.st_atime_ns, before.st_mtime_ns))       # as if nothing had happened
+    other, hashed = prepare()
+    assert other != rows and hashed == ["f.bin"]
+    (tmp_path / "c" / "hashes.json").write_text("[")
+    assert prepare() == (other, ["f.bin", "f.idx"])
 
 
 def gap(prefix):

@@ -246,6 +246,23 @@ def test_two_processes_never_train_one_run(here):
     assert len(losses(here, "twice")) >= 2
 
 
+COMPILED = """
+import sys, torch
+real = torch.compile
+torch.compile = lambda f, **how: real(f, **how | {"backend": "eager"})  # the code that inductor makes takes 25 s of a core
+import launch, train
+sys.exit(launch.run(train.main))
+"""
+
+
+def test_a_run_with_compile_counts_no_live_bytes(here):
+    """torch.compile cannot see through what counts them, and they are counted by default."""
+    done = subprocess.run([sys.executable, "-c", COMPILED, "--run=compiled", "--steps=2", "--compile=True", *TINY], cwd=here,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
+    assert "tracked_bytes" not in (here / "out" / "compiled" / "metrics.jsonl").read_text()
+
+
 def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     """Lustre mounted without flock, NFS without a lock daemon: the claim of the job must do."""
     def flock(*_):
