@@ -342,12 +342,12 @@ def follows(chain: str) -> bool:
 
 @contextlib.contextmanager
 def chained(scheduler: str, options: argparse.Namespace, command: list[str]):
-    """While a run is on, the job that goes on after this one waits. Set `code` and `cause`, the run's, before the end."""
+    """While a run is on, the job that goes on after this one waits. Set `code` and `elsewhere` before the end: see supervise."""
     chain = Chain(scheduler, options, Path("out", run_name(command)))
     try:
         yield chain
     except ShortOfNodes:
-        chain.short = True
+        chain.elsewhere = True
         raise
     finally:
         chain.end()
@@ -359,11 +359,9 @@ class Chain:
     done, was cancelled, or failed in a way that would repeat takes it out again; so does the file out/<run>/stop. What lies with
     this job's nodes, another job's may do better."""
 
-    others_may = ("stopped", "node", "hang", "killed", "start")  # causes of recover.py
-
     def __init__(self, scheduler: str, options: argparse.Namespace, folder: Path) -> None:
         self.scheduler, self.stop_file = scheduler, folder / "stop"
-        self.follower, self.code, self.cause, self.short = "", EXIT_FAILED, "", False
+        self.follower, self.code, self.elsewhere = "", EXIT_FAILED, False
         self.left = int(os.environ.get(CHAIN_VAR) or options.chain)
         script = os.environ.get(SCRIPT_VAR, "")
         if self.left < 1 or not script or self.stopped():
@@ -380,7 +378,7 @@ class Chain:
         return self.stop_file.exists()
 
     def end(self) -> None:
-        goes_on = self.code == EXIT_STOPPED or self.short or self.code != EXIT_OK and self.cause in self.others_may
+        goes_on = self.code == EXIT_STOPPED or self.elsewhere and self.code != EXIT_OK
         if self.follower and (self.stopped() or not goes_on):
             why = f"{self.stop_file} is there" if self.stopped() else f"the run ended with code {self.code}"
             print(f"job {self.follower} is not needed: {why}", file=sys.stderr, flush=True)

@@ -783,7 +783,7 @@ def main(argv: list[str] | None = None) -> int:
             cluster.prepare(starter, options, command)
             settings = supervision(options, command, folder, pages)
             settings.check = cluster.node_check(starter) if options.node_check else None
-            chain.code, chain.cause = recover.supervise(starter, command, settings, inbox)
+            chain.code, chain.elsewhere = recover.supervise(starter, command, settings, inbox)
         return chain.code
     except LaunchError as error:
         say(f"error: {error}")

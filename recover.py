@@ -240,6 +240,10 @@ def most(bad, nodes: list[str]) -> bool:
     return len(nodes) > 1 and 2 * len(bad) > len(nodes)
 
 
+def lies_with_nodes(cause: Cause) -> bool:
+    return cause.name in (STOPPED, NODE, HANG, KILLED) or cause.name == START and bool(cause.nodes)
+
+
 def only(nodes: set[str]) -> tuple[str, ...]:
     """One node can be named; of several none is more at fault than another."""
     return tuple(nodes) if len(nodes) == 1 else ()
@@ -527,9 +531,10 @@ class Account:
                 f"({self.useful_s:.1f} s of steps that count in {wall_s:.1f} s){back}")
 
 
-def supervise(starter, command: list[str], options: Options, inbox) -> tuple[int, str]:
-    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code and why
-    the last attempt ended. inbox: the launcher's signals, wait(seconds) -> list. Raises LaunchError where it cannot be started."""
+def supervise(starter, command: list[str], options: Options, inbox) -> tuple[int, bool]:
+    """Runs the command on the first healthy nodes until it is done, or must not be started again; returns the exit code and
+    whether another job, on other nodes, may do better. inbox: the launcher's signals, wait(seconds) -> list. Raises LaunchError
+    where it cannot be started at all."""
     history, requests, account, verdict = History(), Requests(), Account(), None
     run, environment, best = None, {}, None
     while True:
@@ -559,11 +564,11 @@ def supervise(starter, command: list[str], options: Options, inbox) -> tuple[int
         if asked := pause(inbox, verdict.wait_s):
             say(f"{asked} while waiting to start again: the run can go on from its newest checkpoint")
             account.say()
-            return EXIT_STOPPED, STOPPED
+            return EXIT_STOPPED, True
     account.say()
     if verdict.cause.name in BUDGETS and options.limits.retries:
         say(f"given up: {verdict.cause.name}, {verdict.cause.why}; {verdict.why}")
-    return verdict.code, verdict.cause.name
+    return verdict.code, lies_with_nodes(verdict.cause)
 
 
 def healthy(starter, history: History, needed: int) -> list[str]:

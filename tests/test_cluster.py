@@ -252,14 +252,12 @@ def test_the_chain_of_pbs_jobs(bare, monkeypatch, tmp_path):
     monkeypatch.setenv("PBS_JOBID", "7.server")
     monkeypatch.setenv(cluster.SCRIPT_VAR, "/jobs/x.sh")
     options = launch.parse(["--chain", "2", "--", str(ROOT / "train.py")])[0]
-    cases = [(75, False, ""), (0, True, "done"), (2, True, "config"), (1, True, "error"), (130, True, "cancelled"), (124, False,
-                                                                                                                     "hang"),
-             (137, False, "node"), (2, True, "")]
-    for code, deleted, cause in cases:
+    for code, elsewhere, deleted in ((75, True, False), (75, False, False), (0, True, True), (2, False, True), (1, False, True),
+                                     (130, False, True), (124, True, False), (137, True, False)):
         (bare / "said").unlink(missing_ok=True)
         monkeypatch.delenv(cluster.CHAIN_VAR, raising=False)
         chain = cluster.Chain("pbs", options, tmp_path)
-        chain.code, chain.cause = code, cause
+        chain.code, chain.elsewhere = code, elsewhere
         chain.end()
         said = (bare / "said").read_text().splitlines()
         assert said[0] == "-v NANO1T_CHAIN=1,NANO1T_CHAIN_FIRST=7.server -W depend=afterany:7.server /jobs/x.sh"

@@ -296,14 +296,14 @@ def supervised(tmp_path, starter, **limits):
 
 
 def test_a_cause_is_known_before_there_is_a_run_to_note_it_in(tmp_path):
-    assert supervised(tmp_path, Ending([1, 1, -9, -9]), retries=0) == (137, NODE)
+    assert supervised(tmp_path, Ending([1, 1, -9, -9]), retries=0) == (137, True)  # another job's nodes may do better
 
 
 def test_what_a_start_goes_on_from_is_no_progress(tmp_path):
     """A run at step 500 whose ranks fail before they say that they have begun."""
     init = {"step": 500, "phase": "data"}
     starter = Ending(*[[1, 1, 1, 1]] * 5, told=[init] * 5)
-    assert supervised(tmp_path, starter) == (1, START) and starter.number == 2
+    assert supervised(tmp_path, starter) == (1, False) and starter.number == 2
 
 
 def test_where_no_node_answers_none_is_to_blame(tmp_path):
