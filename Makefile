@@ -101,7 +101,7 @@ report: $(STAMP)
 	exec $(PY) report.py $(ARGS)
 
 gpu-check: $(STAMP)
-	exec $(PY) launch.py $(if $(RANKS),--ranks-per-node $(RANKS)) -- gpu_check.py $(ARGS)
+	exec $(PY) launch.py --scheduler=none $(if $(RANKS),--ranks-per-node $(RANKS)) -- gpu_check.py $(ARGS)
 
 extras: $(STAMP)
 	exec $(PY) -m pip install --quiet --disable-pip-version-check -r requirements-extra.txt

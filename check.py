@@ -10,6 +10,7 @@ settings' routing and unequal numbers of targets. Ends with code 70 if something
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -121,7 +122,7 @@ def run_layout(nodes: int, ranks: int, replicas: int, settings: list[str]) -> di
         here = Path(__file__).resolve().parent
         argv = [sys.executable, here / "launch.py", "--scheduler=none", "--nodes", str(nodes), "--ranks-per-node", str(ranks), "--",
                 here / "check.py", "--part", f"{out}/found.json", str(replicas), *settings]
-        done = subprocess.run(argv, capture_output=True, text=True)
+        done = subprocess.run(argv, capture_output=True, text=True, env=os.environ | launch.ON_CPU)
         if done.returncode:
             raise RuntimeError(f"{nodes} x {ranks} ranks ended with code {done.returncode}:\n{done.stdout[-1000:]}"
                                f"{done.stderr[-2000:]}")

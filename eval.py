@@ -333,6 +333,8 @@ def loss(argv: list[str]) -> int:
         print_table(result)
         if s.tasks:
             del state  # the tasks' process loads the model again
+            if where.device.type != "cpu":
+                torch.accelerator.empty_cache()
             result["tasks"] = through_export(s, run, seen.blend.path)
             print_scores(result["tasks"])
         record(result, run, s.wandb)
@@ -342,8 +344,12 @@ def loss(argv: list[str]) -> int:
 def record(result: dict, run: Run, wandb: str):
     """Appends a line to the run's evals.jsonl; the numbers go to wandb, too, if they go there during training."""
     folder = run.path.resolve().parent.parent
-    with open(folder / "evals.jsonl", "a") as f:
-        f.write(json.dumps(result) + "\n")
+    try:
+        with open(folder / "evals.jsonl", "a") as f:
+            f.write(json.dumps(result) + "\n")
+    except OSError as error:
+        print(f"warning: {folder}/evals.jsonl cannot be written ({error.strerror}): this evaluation is kept nowhere", file=sys.stderr)
+        return
     if wandb == "auto" and run.hp.wandb == "auto":
         numbers = {f"eval/{kind}/{name}": x for kind in ("nats", "bits_per_byte") for name, x in result[kind].items()}
         numbers |= {f"eval/{task}/{name}": x for task, scores in result.get("tasks", {}).items() for name, x in scores.items()}
@@ -526,7 +532,7 @@ def keep_sample(run: Run, s: SampleSettings, prompt: str, text: str):
     path = run.path.resolve().parent.parent / "samples.jsonl"
     line = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "step": run.manifest["step"], "temperature": s.temperature,
             "top_p": s.top_p, "seed": s.seed, "prompt": prompt, "text": text}
-    with contextlib.suppress(PermissionError), open(path, "a") as f:
+    with contextlib.suppress(OSError), open(path, "a") as f:
         f.write(json.dumps(line) + "\n")
 
 
@@ -553,9 +559,10 @@ def check_tasks(tasks: str):
 
 
 def through_export(s: LossSettings, run: Run, prepared: Path) -> dict[str, dict[str, float]]:
-    """Scores of a checkpoint, by task and metric: from another process, for which it is exported beside the run and removed
-    afterwards. prepared: the directory of the data, for their tokenizer."""
-    with tempfile.TemporaryDirectory(prefix=".tasks-", dir=run.path.resolve().parent.parent) as tmp:
+    """Scores of a checkpoint, by task and metric: from another process, for which it is exported, beside the run where that can be
+    written, and removed afterwards. prepared: the directory of the data, for their tokenizer."""
+    beside = run.path.resolve().parent.parent
+    with tempfile.TemporaryDirectory(prefix=".tasks-", dir=beside if os.access(beside, os.W_OK) else None) as tmp:
         model, out = Path(tmp) / "model", Path(tmp) / "scores.json"
         pieces = (prepared / "tokenizer.model").read_bytes()
         export.export_checkpoint(run.path, model, pieces, run.hp.dtype, setting=f"--tasks={s.tasks}")

@@ -506,6 +506,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--steps={s.steps} --memory={s.memory:g}: at least one step; a share of the memory, between 0 and 1")
     began, dtype, plan.PROBE_S = time.perf_counter(), getattr(torch, train.resolve_dtype("auto", where.device)), s.seconds
     m = model.model_of("debug", **SMALL)
+    if m.experts % where.ranks_per_node:
+        raise ConfigError(f"{where.ranks_per_node} ranks on a node cannot share the {m.experts} experts of the checks; use fewer of them, "
+                          "e.g. make gpu-check RANKS=4")
     launch.setup(where)
     grid = parallel.make_grid(where.rank, where.world, where.ranks_per_node, 1, m,
                               options={"column": launch.group_options(where.backend, train.Hyperparameters.column_ctas)})

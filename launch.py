@@ -218,7 +218,7 @@ def background(argv: list[str], output: str) -> subprocess.Popen:
     """Starts a command beside the run: one thread, the lowest priority, no accelerator; what it prints goes to the end of a file.
 
     It keeps the run's mark, so that it ends when the launcher does."""
-    env = without_ranks() | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "none"}
+    env = without_ranks() | ON_CPU | {"OMP_NUM_THREADS": "1"}
     with open(output, "a") as f:
         process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=f, stderr=subprocess.STDOUT)
     os.setpriority(os.PRIO_PROCESS, process.pid, 19)
@@ -482,6 +482,9 @@ def die_with_parent(libc: ctypes.CDLL, parent: int) -> None:
     libc.prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it was gone before the call
         os._exit(EXIT_FAILED)
+
+
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": "none"}  # for ranks that are to run there, whatever the machine has
 
 
 def kill_group(group: int) -> None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import cluster
 import launch
+import optim
 import train
 from model import ConfigError
 
@@ -76,7 +77,7 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
     low, high = (train.parse_value(name, str(options[name]), float) for name in ("from", "to"))
     if not 0 < low < high:
         raise ConfigError(f"--from={low:g} --to={high:g}: give two rates above 0, the larger last")
-    out = Path("out") / RUN
+    out, hp = Path("out") / RUN, train.parse(settings)
     ranks = [f"--{name}={options[name]}" for name in ("nodes", "ranks-per-node") if name in options]
     scheduler, _ = cluster.detect("auto", submitting=False)  # inside an allocation there; a queue would give no answer
     argv = [sys.executable, HERE / "launch.py", f"--scheduler={scheduler}", *ranks, "--", HERE / "train.py", "--steps=100", "--val_every=0", *settings,
@@ -99,7 +100,7 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
             errors += [line] if line.startswith("error:") else []
             if not line.startswith("step ") or stopping:
                 continue
-            points = smooth(read(out / "metrics.jsonl"))
+            points = smooth(read(out / "metrics.jsonl", hp))
             if len(points) % 10 == 1:
                 say(line.rstrip())
             if stopping := diverged(points):
@@ -116,13 +117,15 @@ def ramp(options: dict, settings: list[str], say=print) -> list[Point]:
     return points
 
 
-def read(metrics: Path) -> list[tuple[float, float]]:
-    """(rate, loss) of each step that has a finite loss; a line that is being written is left out."""
+def read(metrics: Path, hp: train.Hyperparameters) -> list[tuple[float, float]]:
+    """(rate, loss) of each step that has a finite loss; a line that is being written is left out. The rate is as --lr says it,
+    before --lr_scaling."""
     pairs = []
     for line in metrics.read_text().splitlines() if metrics.exists() else []:
         with contextlib.suppress(ValueError):
             found = json.loads(line)
-            pairs += [(found["lr"], found["loss"])] if found["loss"] is not None else []
+            scale = optim.scaled_rate(1.0, hp.lr_scaling, found["tokens"] // found["step"], hp.lr_batch)
+            pairs += [(found["lr"] / scale, found["loss"])] if found["loss"] is not None else []
     return pairs
 
 

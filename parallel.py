@@ -426,7 +426,8 @@ def quantise(x: Tensor) -> Tensor:
     and times any value that stays NaN."""
     blocks = x.float().unflatten(-1, (-1, FP8_BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True)
-    scale = torch.where(largest == 0, 1.0, (largest / FP8_MAX).clamp(min=torch.finfo(torch.float32).tiny))
+    scale = largest / largest.new_full((), FP8_MAX)  # by a tensor: by a number, a GPU multiplies with its rounded reciprocal
+    scale = torch.where(largest == 0, 1.0, scale.clamp(min=torch.finfo(torch.float32).tiny))
     scale = torch.where(largest.isfinite(), scale, float("nan"))
     values = (blocks / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return torch.cat((values.view(torch.uint8).flatten(-2), scale.flatten(-2).contiguous().view(torch.uint8)), -1)

@@ -21,6 +21,7 @@ and what kernels and communication libraries allocate for themselves (a lump of 
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -439,7 +440,7 @@ def segments_of(T: int, lengths: str, seed: int = 0) -> list[int]:
         median, sigma = float(median), float(sigma or 0)
     except ValueError:
         raise ConfigError(f"--segment-lengths={lengths}: expected tokens, or median,sigma of a log-normal, e.g. 600,1.1") from None
-    if median < 1 or sigma < 0:
+    if not 1 <= median < math.inf or not 0 <= sigma < math.inf:
         raise ConfigError(f"--segment-lengths={lengths}: the length must be at least 1 and sigma 0")
     rng, bounds = random.Random(seed), [0]
     while bounds[-1] < T:
@@ -477,7 +478,9 @@ def resolve(argv: list[str], o: Options) -> tuple[train.Hyperparameters, Model]:
     if not 0 <= o.rank < world:
         raise ConfigError(f"--rank={o.rank}: there are {world} ranks, 0 to {world - 1}")
     where = launch.Place(o.rank, world, o.rank % o.ranks_per_node, o.ranks_per_node, torch.device(o.device), "none")
-    return train.resolve(train.parse(argv), where)
+    hp, m = train.resolve(train.parse(argv), where)
+    longest = max(stage.seq_len for stage in train.declared(hp))  # what needs most
+    return dataclasses.replace(hp, seq_len=longest), dataclasses.replace(m, seq_len=longest)
 
 
 def record(hp: train.Hyperparameters, m: Model, o: Options, rows: list | None = None) -> Recording:
@@ -782,6 +785,11 @@ def checkpoint_of(rec: Recording, tl: Timeline, given: Given) -> dict:
     return {"bytes": total, **checkpoint.save_interval(total / given.file_system, tl.step_s, mtbf)}
 
 
+def no_kernel(machine: str) -> list[str]:
+    return ["attention is planned as one fused kernel; on this machine's GPUs the trainer computes it by blocks of queries, which takes more "
+            "time and memory"] if machine == "aurora-pvc" else []
+
+
 def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, machine: str) -> dict:
     """Everything that the page shows, as data; seconds and bytes of one rank."""
     hp, m, grid = rec.hp, rec.m, rec.grid
@@ -800,7 +808,7 @@ def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, mach
         transfers[flow.start.group, flow.start.purpose].append(flow.end - flow.begun)
     return {
         "machine": machine, "size": hp.size, "ranks": grid.world.size, "replicas": grid.R, "nodes_per_replica": grid.N,
-        "ranks_per_node": grid.E, "rank": grid.world.index, "warnings": parallel.grid_warnings(grid, m),
+        "ranks_per_node": grid.E, "rank": grid.world.index, "warnings": parallel.grid_warnings(grid, m) + no_kernel(machine),
         "settings": {f.name: getattr(hp, f.name) for f in dataclasses.fields(hp) if getattr(hp, f.name) != f.default},
         "tokens_per_rank": tokens, "tokens_per_step": tokens * grid.world.size, "step_s": tl.step_s, "tokens_per_s_per_gpu": rate,
         "mfu": rate * model.flops_per_token(m, segment) / r["peak_bf16"], "hardware_flops": sum(
@@ -825,7 +833,12 @@ def measured_run(path: Path, tl: Timeline, rec: Recording) -> dict[str, tuple[fl
     file = path / "metrics.jsonl"
     if not file.is_file():
         raise ConfigError(f"--compare={path}: there is no {file}; give the directory of a run, out/<run>")
-    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = []
+    for line in file.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # one that a killed run has torn
+            steps.append(json.loads(line))
+    if not steps:
+        raise ConfigError(f"--compare={path}: {file} holds no step yet; wait for a few")
     steps = steps[min(3, len(steps) - 1):]
 
     def median(of: Callable[[dict], float | None]) -> float:
@@ -913,7 +926,11 @@ def trace(rec: Recording, tl: Timeline, path: Path):
                     "args": {"bytes sent": s.sent, "seconds in the queue": flow.begun - flow.issued}})
     out += [{"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": name}} for name, tid in tracks.items()]
     out.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"rank {rec.grid.world.index}"}})
-    path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise ConfigError(f"--trace={path}: cannot be written ({error.strerror}); give another file") from None
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -928,7 +945,7 @@ def measure(settings: list[str], o: Options) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, "launch.py", "--scheduler=none", "--nodes", str(o.nodes), "--ranks-per-node", str(o.ranks_per_node),
                 "--", "plan.py", "--probe", folder, *settings]
-        done = subprocess.run(argv, cwd=Path(__file__).parent, capture_output=True, text=True)
+        done = subprocess.run(argv, cwd=Path(__file__).parent, capture_output=True, text=True, env=os.environ | launch.ON_CPU)
         if done.returncode:
             raise ConfigError(f"--machine=this-machine: the probe ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
@@ -1299,6 +1316,10 @@ def main(argv: list[str]) -> int:
         return probe(args.probe, settings)
     if args.nodes < 1 or (args.ranks_per_node is not None and args.ranks_per_node < 1):
         raise ConfigError(f"--nodes={args.nodes} --ranks-per-node={args.ranks_per_node}: must be at least 1")
+    if not 0 < args.file_system < math.inf or not 0 <= args.mtbf_hours < math.inf:
+        raise ConfigError(f"--file-system={args.file_system:g} --mtbf-hours={args.mtbf_hours:g}: give GB/s above 0, and hours of at least 0")
+    if args.ladder and args.machine == "this-machine":
+        raise ConfigError("--ladder --machine=this-machine: the ladder's runs are of a machine in the table; leave out one of them")
     if args.ladder:
         found = ladder(args.machine, lambda text: print(text, file=sys.stderr, flush=True))
         print(json.dumps(found) if args.json else ladder_page(found))
@@ -1322,11 +1343,11 @@ def main(argv: list[str]) -> int:
         print(json.dumps(rows) if args.json else sweep_page(rows))
         return launch.EXIT_OK
     rec, tl, found = plan(settings, o, r, given, args)
-    if args.trace:
-        trace(rec, tl, args.trace)
     if args.compare:
         found["measured"] = measured_run(args.compare, tl, rec)
     print(json.dumps(found) if args.json else page(found), flush=True)
+    if args.trace:
+        trace(rec, tl, args.trace)
     if not found["memory"]["fits"] and not args.json:
         near = nearest_that_fit(settings, o, found["memory"], r)
         print("\n  ".join(["Nearest settings that fit", *(near or ["none was found in the time that is given to it"])]))
@@ -1356,7 +1377,7 @@ def sweep(texts: list[str], settings: list[str], o: Options, r: dict[str, float]
         place, changed = o, list(settings)
         for name, value in chosen:
             if name == "nodes":
-                place = place._replace(nodes=int(value))
+                place = place._replace(nodes=train.parse_value("sweep nodes", value, int))
             else:
                 changed = [s for s in changed if not s.startswith(f"--{name}=")] + [f"--{name}={value}"]
         row = dict(chosen)

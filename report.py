@@ -122,9 +122,10 @@ class Run:
                 self.steps.pop()
                 again += 1
             n = len(self.steps)
+            for column in self.columns.values() if again else ():
+                del column[n:]
             for name, value in flat(line):
                 column = self.columns.setdefault(name, array("d"))
-                del column[n:]
                 column.extend([math.nan] * (n - len(column)))
                 column.append(value)
             self.steps.append(step)
@@ -568,7 +569,7 @@ def eval_plot(v: View) -> str:
         found = {}
         for line in run.evals:
             bits = line["bits_per_byte"].get("model") if isinstance(line.get("bits_per_byte"), dict) else None
-            if isinstance(bits, (int, float)) and isinstance(line.get(v.x), int):
+            if isinstance(bits, (int, float)) and math.isfinite(bits) and isinstance(line.get(v.x), int):
                 found[line[v.x]] = bits
         if len(found) > 1:
             x, bits = np.array(sorted(found.items()), float).T

@@ -1,6 +1,6 @@
 """SonicMoE's kernels (arXiv 2512.14080) for the products of the experts, on Hopper GPUs and newer: `--moe_kernel=sonic`.
 
-An optional package (`pip install sonic-moe`, CUDA only). Its general-routing entry takes any list of (token, expert) pairs, so
+An optional package (`pip install --no-deps sonic-moe`, CUDA only). Its general-routing entry takes any list of (token, expert) pairs, so
 what lies on this rank is enough. Our weights are in its concatenated layout already: gate rows, then up rows.
 
 Beside model.Experts: the gather of the rows, SwiGLU and the routing weights are fused into the products, so that neither the
@@ -21,7 +21,8 @@ from errors import ConfigError
 
 NEEDS = {"sonic-moe": (0, 1, 2), "quack-kernels": (0, 4)}  # distributions; the first versions with what is used here
 PRODUCTS = ("gemm", "gemm_gated", "gemm_dgated", "gemm_act", "gemm_dact")
-FIX = "install it (pip install 'sonic-moe>=0.1.2' 'quack-kernels>=0.4'), or use --moe_kernel=grouped_mm"
+FIX = ("install both for this torch (Python 3.12 or newer; pip install --no-deps, or their pins replace torch; and the nvidia-cutlass-dsl "
+       "that the QuACK names), or use --moe_kernel=grouped_mm")
 
 
 def version(name: str) -> tuple[int, ...]:

@@ -61,6 +61,14 @@ def parse_ranks(text: str, world: int) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
+def settle(device):
+    """Waits for all that an accelerator has been given."""
+    if device.type != "cpu":
+        import torch
+
+        torch.accelerator.synchronize(device)
+
+
 class Profiler:
     """Records the chosen steps of this rank, and at their end writes and tells what they consist of."""
 
@@ -87,12 +95,15 @@ class Profiler:
             _recording = True
 
     def step_begins(self, step: int):
+        """And what the step before has launched is no part of this one."""
         if self.active is not None:
+            settle(self.device)
             self.range = span(f"step {step}")
             self.range.__enter__()
 
     def step_ends(self):
         if self.range is not None:
+            settle(self.device)  # of the update, nothing but its launch would be in it
             self.range.__exit__(None, None, None)
             self.range = None
 
@@ -104,10 +115,7 @@ class Profiler:
             return None
         if self.active is None:
             return []
-        import torch
-
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)  # so that the last kernels are in it
+        settle(self.device)  # so that the last kernels are in it
         _recording = False
         self.active.stop()
         self.folder.mkdir(parents=True, exist_ok=True)

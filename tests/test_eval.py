@@ -317,6 +317,13 @@ def test_loss_of_a_trained_run(trained):
     assert worse and "does not beat: bigram table" in table  # after 8 steps
 
 
+def test_an_evaluation_of_a_run_that_cannot_be_written_is_shown_all_the_same(tmp_path, capsys):
+    run = SimpleNamespace(path=tmp_path / "file" / "ckpt" / "step-00000001", hp=None)
+    (tmp_path / "file").touch()
+    ev.record({"nats": {}}, run, "auto")
+    assert "evals.jsonl cannot be written" in capsys.readouterr().err
+
+
 def test_warning_only_where_it_is_due(capsys):
     result = {"checkpoint": "c", "tokens": 5, "fit_tokens": 5, "rows": 1, "targets": 1, "bytes": 1, "dtype": "float32",
               "seconds": 0.0, "step": 1, "bits_per_byte": dict.fromkeys(ev.LABELS, 1.0)}

@@ -233,7 +233,7 @@ def test_the_stages_of_sonics_check(package, monkeypatch):
                                 (CUDA, ("bfloat16", 6144, 200), "--expert_width=200")):
         with pytest.raises(ConfigError, match=f"--moe_kernel=sonic: .*{words}"):
             sonic.check(device, *args)
-    for versions, words in (({}, "sonic-moe is not installed; install it"),
+    for versions, words in (({}, "sonic-moe is not installed; install both"),
                             ({"sonic-moe": (0, 1, 2)}, "quack-kernels is not installed"),
                             ({"sonic-moe": (0, 1, 1)}, r"sonic-moe 0.1.1 is older than 0.1.2"),
                             ({"sonic-moe": (0, 1, 3), "quack-kernels": (0, 3, 11)}, "quack-kernels 0.3.11 is older than 0.4")):

@@ -8,6 +8,7 @@ import sys
 
 import lr_find
 import pytest
+import train
 from lr_find import diverged, smooth, suggest
 from spawn import ROOT
 from test_train import TINY
@@ -38,6 +39,13 @@ def test_it_stops_once_the_loss_has_turned_up_and_not_before():
 
 def test_smoothing_starts_from_the_first_loss():
     assert [p.smoothed for p in smooth([(1.0, 5.0)] * 3)] == pytest.approx([5.0] * 3)
+
+
+def test_rates_are_told_as_lr_has_them_before_they_are_scaled(tmp_path):
+    lines = [{"step": n, "tokens": n * 2048, "lr": 0.5 * 0.1 * n, "loss": 8.0} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in lines))
+    hp = train.parse(["--lr_scaling=sqrt", "--lr_batch=8192"])
+    assert lr_find.read(tmp_path / "metrics.jsonl", hp) == [(pytest.approx(0.1), 8.0), (pytest.approx(0.2), 8.0)]
 
 
 def test_a_search_prints_a_table_and_a_suggestion(here):

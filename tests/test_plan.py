@@ -4,7 +4,9 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import check
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,11 +244,11 @@ def command(*args: str) -> subprocess.CompletedProcess:
 
 def test_page_json_and_trace(tmp_path, capsys):
     args = ["--nodes", "2", "--ranks-per-node", "2", "--size", "debug", "--offload_state=True"]
-    assert plan.main([*args, "--trace", str(tmp_path / "trace.json")]) == 0
+    assert plan.main([*args, "--trace", str(tmp_path / "new" / "trace.json")]) == 0
     text = capsys.readouterr().out
     for words in ("fits.", "tokens/s per GPU", "Exposed transfers", "Checkpoint:", "Young-Daly", "Host memory", "Muon:", "MFU"):
         assert words in text
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
     assert {"compute", "column [2]", "node [2]", "copies in"} <= {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
     assert plan.main([*args, "--json"]) == 0
@@ -276,12 +278,51 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     (["--rank", "9"], ["--rank=9", "4 ranks"]),
     (["--nodes", "0"], ["--nodes=0"]),
     (["--segment-lengths", "long"], ["--segment-lengths=long"]),
+    (["--segment-lengths", "600,inf"], ["--segment-lengths=600,inf"]),
     (["--sweep", "seq_len"], ["--sweep seq_len"]),
+    (["--sweep", "nodes=1,x"], ["nodes=x"]),
+    (["--file-system", "0"], ["--file-system=0"]),
+    (["--ladder", "--machine", "this-machine"], ["--ladder --machine=this-machine"]),
+    (["--trace", "/dev/null/step.json"], ["--trace=/dev/null/step.json", "cannot be written"]),
+    (["--compare", "no/run"], ["--compare=no/run"]),
 ])
 def test_bad_input_is_refused_in_one_line(args, words):
     with pytest.raises(ConfigError) as refusal:
         plan.main(args)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_of_stages_the_longest_is_planned(tmp_path):
+    """It needs most; the trainer's own look at memory takes it, too."""
+    (tmp_path / "stages.json").write_text('[{"from_step": 128, "seq_len": 2048}]')
+    o = plan.Options(1, 2)
+    hp, m = plan.resolve(["--steps=300", f"--stages={tmp_path}/stages.json"], o)
+    assert hp.seq_len == m.seq_len == 2048 and plan.resolve([], o)[1].seq_len == 512
+
+
+def test_a_torn_line_is_left_out_of_a_comparison(tmp_path, monkeypatch):
+    lines = [json.dumps({"step": i, "step_s": float(i), "sent_bytes": {}}) for i in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 7, "ste']))
+    tl = SimpleNamespace(exposed={}, step_s=1.0, phases={"optimizer": 0.1})
+    assert plan.measured_run(tmp_path, tl, SimpleNamespace(sent={}, peak={}))["step_s"] == (1.0, 5.0)
+    (tmp_path / "metrics.jsonl").write_text("{")
+    with pytest.raises(ConfigError, match="holds no step yet"):
+        plan.measured_run(tmp_path, tl, None)
+
+
+def test_probes_and_checks_run_on_the_cpu_whatever_the_machine_has(monkeypatch):
+    seen = []
+
+    def run(argv, **how):
+        seen.append(how["env"]["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(returncode=1, stdout="", stderr="as far as here")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ConfigError, match="as far as here"):
+        plan.measure([], plan.Options(1, 2))
+    with pytest.raises(RuntimeError, match="as far as here"):
+        check.run_layout(1, 2, 1, [])
+    assert seen == ["", ""]
 
 
 def test_the_command_ends_with_the_code_of_a_config_error():

@@ -89,7 +89,7 @@ def test_a_long_run_is_a_small_page_that_keeps_every_extreme(tmp_path, monkeypat
 
 
 def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
-    rows = [line(i) for i in range(1, 31)]
+    rows = [line(i, **({"odd": 1.0} if i == 22 else {})) for i in range(1, 31)]
     rows += [line(i, loss=9.0, recovery_s=12.5) for i in range(21, 26)]  # went back, and ends earlier
     log = b"--- 2026-01-02 03:04:05 train.py --run=b\nstep 1/40  loss 3\nstep 30/40  loss \xff\xfe 3\nWARNING: odd <b>&\xff\n" \
           b"--- 2026-01-02 04:00:00 train.py --run=b\nresumed from out/b/ckpt/step-00000020\nfirst step back 12.5 s after\n" \
@@ -105,6 +105,7 @@ def test_damage_repeats_and_gaps_are_told_and_shown(tmp_path, monkeypatch):
     run = report.Run(tmp_path / "out" / "b")
     assert run.steps.tolist() == list(range(1, 26)) and run.restarts() == [21]
     assert run.columns["loss"][20:].tolist() == [9.0] * 5 and np.isnan(run.columns["recovery_s"][:20]).all()
+    assert np.isnan(run.columns["odd"]).all()  # it was measured on the way that was given up
     assert any("10 steps are there twice" in n for n in run.notes) and any("4 lines cut or damaged" in n for n in run.notes)
     text = made(tmp_path, monkeypatch, "--run", "b")
     assert [e.get("class") for e in plots(text)["Loss"]].count("restart") == 1
