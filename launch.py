@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # the command line must start at once, so torch is imported o
 SRUN_S = 10.0  # that an srun or mpiexec may take to end its tasks on all nodes, once its launcher was killed
 RESUMABLE = ("train.py",)  # programs that tell their progress, and go on from a checkpoint when they are started again
 CPU_RANKS = 4  # ranks per node where there is no accelerator: enough for a 2 x 2 grid
+RANK_BYTES = 250 << 20  # of memory that a process takes once it has loaded torch
 KILL_PATIENCE_S = 30.0  # for the end of a killed process: one that the kernel holds may take longer, and is left to it
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
@@ -752,8 +753,18 @@ def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster
         options.ranks_per_node = max(1, present // simulated) if present else CPU_RANKS
     if not inside:
         options.nodes = options.nodes or 1
+        check_room(options.nodes + options.spares, options.ranks_per_node)
         meeting_port(options.port)
     return scheduler, site
+
+
+def check_room(nodes: int, ranks_per_node: int) -> None:
+    """Raises LaunchError where so many ranks do not fit into this machine: mostly it is not the one that was meant."""
+    has, needs = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), nodes * ranks_per_node * RANK_BYTES
+    if needs > has:
+        raise LaunchError(f"--nodes {nodes}: without a scheduler nodes are simulated on this machine, and {nodes * ranks_per_node:,} processes "
+                          f"take {needs / 2**30:,.0f} GiB at least of its {has / 2**30:,.0f}; use fewer, or start where sbatch or qsub can be "
+                          "found (--scheduler=slurm or pbs says why it is not)")
 
 
 def main(argv: list[str] | None = None) -> int:

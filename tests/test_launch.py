@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -344,6 +345,13 @@ def test_config_error_of_another_rank_is_told_too(tmp_path):
     code, _, errors = finish(script(tmp_path, source + "sys.exit(launch.run(main))"))
     assert code == launch.EXIT_CONFIG
     assert errors == "rank 2: error: no /local/data\n"
+
+
+def test_more_ranks_than_the_machine_has_room_for_are_refused(capsys):
+    began = time.monotonic()
+    assert launch.main(["--nodes", "1000000", "--", str(ROOT / "train.py")]) == launch.EXIT_CONFIG
+    assert re.search(r"error: --nodes 1000000: .*simulated on this machine, and [\d,]+ processes take.*sbatch", capsys.readouterr().err)
+    assert time.monotonic() < began + 5
 
 
 def test_run_gives_the_code_and_lets_other_errors_through(monkeypatch, handlers):
