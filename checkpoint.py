@@ -552,7 +552,8 @@ def save(root: Path, step: int, state: State, grid: Grid, meta: dict, keep: int 
 def read_manifest(path: Path) -> dict:
     """Raises Damaged if path is not a complete checkpoint with an undamaged manifest."""
     if not (path / ".complete").exists():
-        raise Damaged(f"--resume={path}: not a complete checkpoint (no .complete in it); name one that is, or use "
+        why = "no .complete in it" if path.exists() else "there is no such directory"
+        raise Damaged(f"--resume={path}: not a complete checkpoint ({why}); name one that is, or use "
                       "--resume=auto for the newest")
     manifest = path / "manifest.json"
     with reading(manifest):

@@ -73,7 +73,7 @@ class Site:
 
 
 # How memory is taken, on every rank. On GPUs: segments that grow leave no holes that other sizes cannot use; pinned memory comes in the
-# size that was asked for. On the host: huge pages would be taken whole for a few bytes (DESIGN section 8)
+# size that was asked for. On the host: huge pages would be taken whole for a few bytes
 MEMORY_VARS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1", "MIMALLOC_ALLOW_THP": "0"}
 
 SITES = {
@@ -298,8 +298,32 @@ def outside_job() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in mine and (not k.startswith("SLURM_") or k == "SLURM_CONF")}
 
 
+CHECK = """import sys
+sys.path.insert(0, sys.argv[1])
+import train
+nodes, ranks = map(int, sys.argv[2:4])
+try:
+    hp = train.parse(sys.argv[4:])
+    m = train.model_of(hp.size, **{name: getattr(hp, name) or None for name in train.MODEL_FIELDS})
+    if ranks:
+        train.grid_shape(nodes * ranks, ranks, hp.replicas, m)
+except train.ConfigError as error:
+    sys.exit(print(error) or 2)
+"""
+
+
+def check_settings(command: list[str], nodes: int, ranks_per_node: int) -> None:
+    """Raises LaunchError where train.py would refuse names, types, size or layout: now, not after hours in the queue. Where torch is
+    only there inside a job, nothing is told."""
+    if os.path.basename(command[0]) == "train.py":
+        argv = [sys.executable, "-c", CHECK, str(HERE), str(nodes), str(ranks_per_node), *command[1:]]
+        if (said := quiet(argv, 120)).returncode == EXIT_CONFIG:
+            raise LaunchError(last_line(said.stdout))
+
+
 def submit(scheduler: str, site: Site, options: argparse.Namespace, argv: list[str]) -> int:
-    """Prints the job script and, unless --dry, submits it. Exit code 0, or 1 if the queue refused it."""
+    """Prints the job script and, unless --dry, submits it. Exit code 0, or 1 if the queue refused it. Raises LaunchError."""
+    check_settings(argv[argv.index("--") + 1 :], options.nodes, options.ranks_per_node or site.ranks_per_node)
     folder = Path("out", "jobs")
     path = folder.absolute() / f"{job_name(argv)}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.sh"
     text = job_script(scheduler, site, options, argv, path)

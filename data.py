@@ -29,6 +29,7 @@ Targets are not stored: they follow from the bounds. No target crosses a documen
 order.py.
 """
 import argparse
+import contextlib
 import errno
 import hashlib
 import math
@@ -322,6 +323,15 @@ def pack_tokens(cache: Path, tokens, tokenizer: str, seq_len: int, vocab: int, s
     prints = [shards.fingerprint(Path(cache) / "hashes.json") for shards in sets.values()]
     key = digest([FORMAT, PACK_FORMAT, before["tokenizer_hash"], vocab, prints, seq_len, seed, packing, SHARD_BYTES])[:16]
     return stage(cache, f"rows-{key}", build, f".rows-{key}.partial")
+
+
+def find(fingerprint: str, cache: str = "data") -> Path | None:
+    """The finished directory of this content, wherever its text is now."""
+    for path in sorted([*Path(cache).glob("rows-*"), *Path(cache).glob("blend-*")]):
+        with contextlib.suppress(ConfigError, OSError):      # one that is damaged is not it
+            if Blend(path).fingerprint == fingerprint:
+                return path
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

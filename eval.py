@@ -46,7 +46,7 @@ import tokenizer
 import train
 from model import ConfigError, Model, Segments, block, embed_tokens, rms_norm, rope_cache, uses_rope
 from order import Order
-from parallel import Grid, State, Transport, gather, layer_buckets, make_buckets, make_grid
+from parallel import Grid, State, Transport, exchange, gather, layer_buckets, make_buckets, make_grid
 
 
 @dataclass
@@ -121,7 +121,8 @@ def open_run(s: Settings, device: torch.device) -> Run:
     hp = train.Hyperparameters(**{k: v for k, v in manifest["settings"].items() if k in known})
     hp = dataclasses.replace(hp, data=s.data or hp.data, tokenizer=s.tokenizer or hp.tokenizer,
                              dtype=train.resolve_dtype(s.dtype, device))
-    train.declared(hp, [])
+    if s.data or s.tokenizer:
+        train.declared(hp, [])
     return Run(path, manifest, hp, checkpoint.model_of(manifest))
 
 
@@ -139,17 +140,20 @@ class Seen(NamedTuple):
 
 
 def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
-    """The run's prepared data, rebuilt where they are missing. Raises ConfigError where they are not the run's."""
+    """The run's prepared data, rebuilt from their text where they are missing. Raises ConfigError where that is not the run's."""
     hp, manifest = run.hp, run.manifest
     imported = manifest["fingerprint"] is None  # and not trained since: any data will do
     stages = train.declared(hp, []) if imported else [train.Stage(**values) for values in manifest["declared"]]
     was = manifest["settings"].get("data", hp.data)  # they may have moved
     stages = [dataclasses.replace(s, data=hp.data if s.data == was else s.data) for s in stages]
-    blends = train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
+    found = [] if imported or hp.data != was else [data.find(pinned["fingerprint"]) for pinned in manifest["stages"]]
+    at_hand = exchange([bool(found) and all(found)], grid, device).all()  # the text itself may have changed, or be gone
+    blends = [data.Blend(path) for path in found] if at_hand else train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
     for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
         if blend.fingerprint != pinned["fingerprint"]:
             hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"
-                    if stage.data == "embedded" else "restore those files, or give their place with --data=PATH")
+                    if stage.data == "embedded" else "restore those files or the directory in data/ that was made of them, or give their "
+                    "place with --data=PATH")
             raise ConfigError(f"--data={stage.data}: not what {run.path} was trained on (fingerprint "
                               f"{blend.fingerprint[:12]}, the checkpoint's is {pinned['fingerprint'][:12]}); {hint}")
     rows_per_step = [[0, 1]] if imported else manifest["rows_per_step"]
@@ -551,8 +555,8 @@ EXTRAS = ("transformers", "lm_eval", "accelerate")  # packages that tasks need
 def check_tasks(tasks: str):
     """Raises ConfigError where tasks cannot be measured here, before anything has been computed."""
     if missing := [name for name in EXTRAS if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"--tasks={tasks}: needs {', '.join(missing)}, which is not installed; python -m pip install -r "
-                          "requirements-extra.txt")
+        raise ConfigError(f"--tasks={tasks}: needs {', '.join(missing)}, which is not installed; use make extras (it installs "
+                          "requirements-extra.txt)")
     if ("/" in tasks or Path(tasks).is_dir()) and not any(Path(tasks).rglob("*.y*ml")):
         raise ConfigError(f"--tasks={tasks}: no directory with task files (.yaml) in it; make the example with "
                           "`python eval.py task --run=NAME`, or give names of lm-eval's own tasks")

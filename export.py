@@ -420,12 +420,15 @@ def run_tokenizer(manifest: dict, moved_data: str, moved_tokenizer: str, path: P
     Raises ConfigError where those are not the run's."""
     s = manifest["settings"]
     source, tokenizer = moved_data or s.get("data", "embedded"), moved_tokenizer or s.get("tokenizer", "")
-    data.check_data(source, tokenizer)
     if manifest["fingerprint"] is None:  # imported, and not trained since
+        data.check_data(source, tokenizer)
         if not tokenizer:
             raise ConfigError(f"--tokenizer=: {path} was imported without one; give the SentencePiece model that it was trained "
                               "with")
         return Path(tokenizer).read_bytes()
+    if not (moved_data or moved_tokenizer) and (found := data.find(manifest["fingerprint"])):  # its text may be gone
+        return (found / "tokenizer.model").read_bytes()
+    data.check_data(source, tokenizer)
     prepared = data.prepare(source, s["vocab"], s["seq_len"], s["seed"], tokenizer,
                             log=lambda line: print(line, file=sys.stderr), packing=s["packing"])
     if data.Blend(prepared).fingerprint != manifest["fingerprint"]:

@@ -740,10 +740,13 @@ def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster
     site, asked, named = cluster.site_of(options), options.scheduler, options.nodes is not None
     if asked == "auto" and named:
         asked = site.scheduler
+    asked = site.scheduler if options.dry and asked == "auto" else asked
     if options.dry and asked in ("slurm", "pbs"):
         scheduler, inside = asked, False  # its script can be read anywhere
     else:
         scheduler, inside = cluster.detect(asked, submitting=named)
+    if options.dry and scheduler == "none":
+        raise LaunchError("--dry prints a job script, but nothing says of which scheduler; add --site=NAME or --scheduler=slurm|pbs, and --nodes")
     if scheduler != "none" and not inside:
         options.nodes = options.nodes or 1
         return cluster.submit(scheduler, site, options, argv)

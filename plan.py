@@ -70,7 +70,7 @@ class Fact(NamedTuple):
 HOPPER = {
     "peak_bf16": Fact(989e12, "FLOP/s, dense; NVIDIA's H100 data sheet"),
     "peak_fp32": Fact(67e12, "FLOP/s, no TF32; NVIDIA's H100 data sheet"),
-    "processors": Fact(132, "SMs of a GPU; DESIGN section 2"),
+    "processors": Fact(132, "SMs of a GPU; NVIDIA, H100 data sheet (SXM)"),
     "dense_efficiency": Fact(0.72, "share of peak of bf16 products: 716 of 989 TFLOP/s, torch on H100, 4,096 x 7,168 x 2,112 (vLLM pull request "
                                    "23280); 720 for 10,240 cubed (torch-performance-test-data, issue 79)"),
     "expert_efficiency": Fact(0.71, "of grouped products: 705 of 989 TFLOP/s, torch on H200, 16 groups, K = N = 7,168 (PyTorch pull request 156203)"),
@@ -86,20 +86,20 @@ HOPPER = {
     "node_hop_s": Fact(3.4e-6, "seconds per step over NVLink; NCCL's tuning table, ring, simple protocol"),
     "net_hop_s": Fact(14e-6, "seconds per step over the network; NCCL's tuning table, ring, simple protocol"),
     "peer_s": Fact(1e-6, "seconds per peer of an all-to-all; assumed, a message's posting cost"),
-    "reserved": Fact(4 * GIB, "bytes of 96 GB that tensors cannot have: DESIGN section 5, about 92 GiB usable"),
+    "reserved": Fact(4 * GIB, "bytes of 96 GB that tensors cannot have: about 92 GiB usable, as in the published run"),
 }
 
 MACHINES: dict[str, dict[str, Fact]] = {
     "jupiter-gh200": HOPPER | {
-        "ranks_per_node": Fact(4, "DESIGN section 2"),
-        "memory": Fact(96 * GIB, "bytes of HBM3, as the budget of DESIGN section 5 counts them"),
-        "memory_rate": Fact(4e12, "bytes/s of HBM3; DESIGN section 2"),
-        "host_memory": Fact(108 * GIB, "bytes of LPDDR5X usable per superchip; DESIGN section 2"),
+        "ranks_per_node": Fact(4, "published description of a JUPITER Booster node"),
+        "memory": Fact(96 * GIB, "bytes of HBM3, as the published run counts them"),
+        "memory_rate": Fact(4e12, "bytes/s of HBM3; published description of a JUPITER Booster node"),
+        "host_memory": Fact(108 * GIB, "bytes of LPDDR5X usable per superchip; published description of a JUPITER Booster node"),
         "host_reserved": Fact(8 * GIB, "bytes of a process before its arenas: torch, CUDA, NCCL's pinned buffers; assumed"),
-        "host_rate": Fact(512e9 * 0.9, "bytes/s of LPDDR5X, both directions; DESIGN section 2, 90% of it"),
-        "copy_rate": Fact(450e9 * 0.85, "bytes/s each way over C2C; DESIGN section 2, copies reach 375-420 GB/s"),
-        "node_rate": Fact(450e9 * 0.8, "bytes/s sent per GPU: three peers at 150 GB/s (DESIGN section 2), 80% of it as in nccl-tests"),
-        "net_rate": Fact(25e9 * 0.96, "bytes/s per GPU: NDR200 less protocol, 24 GB/s (DESIGN section 2, one gather of 3.74 GB)"),
+        "host_rate": Fact(512e9 * 0.9, "bytes/s of LPDDR5X, both directions; published description of a JUPITER Booster node, 90% of it"),
+        "copy_rate": Fact(450e9 * 0.85, "bytes/s each way over C2C; published description of a JUPITER Booster node, copies reach 375-420 GB/s"),
+        "node_rate": Fact(450e9 * 0.8, "bytes/s sent per GPU: three peers at 150 GB/s (published description of a JUPITER Booster node), 80% of it as in nccl-tests"),
+        "net_rate": Fact(25e9 * 0.96, "bytes/s per GPU: NDR200 less protocol, 24 GB/s (published description of a JUPITER Booster node, one gather of 3.74 GB)"),
     },
     "h100-ib": HOPPER | {
         "ranks_per_node": Fact(8, "DGX H100"),
@@ -1175,7 +1175,7 @@ class Rung(NamedTuple):
     note: str = ""
 
 
-RANDOM = 7.1  # slowest rank's attention to the mean where rows come in random order: DESIGN section 10, measured on a data mix
+RANDOM = 7.1  # slowest rank's attention to the mean where rows come in random order: python data.py balance --synthetic shows as much
 BASE = {"size": "1t", "optimizer": "adamw", "seq_len": 8192, "offload_state": True, "weight_transport": "bf16",
         "grad_transport": "fp32", "dense_gather": "layer", "node_reshard": False, "max_per_group": 8, "column_ctas": 0}
 CTAS = ("slow dense gather",)
@@ -1301,7 +1301,7 @@ def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--segment-lengths", default="600,1.1", metavar="MEDIAN[,SIGMA]",
                         help="documents in tokens, log-normal: web text has about 1,100 a document")
     parser.add_argument("--attention-imbalance", type=float, default=1.12,
-                        help="slowest rank's attention to the mean; balanced rows 1.001 to 1.12, random order 7 (DESIGN section 10)")
+                        help="slowest rank's attention to the mean; balanced rows 1.001 to 1.12, random order 7 (data.py balance)")
     parser.add_argument("--routing-imbalance", type=float, default=1.15,
                         help="pairs of the fullest rank to the mean, where max_per_group leaves it open")
     parser.add_argument("--probe", help=argparse.SUPPRESS)  # folder: one of the ranks that measure this machine
@@ -1315,7 +1315,8 @@ def main(argv: list[str]) -> int:
     if args.probe:
         return probe(args.probe, settings)
     if args.nodes < 1 or (args.ranks_per_node is not None and args.ranks_per_node < 1):
-        raise ConfigError(f"--nodes={args.nodes} --ranks-per-node={args.ranks_per_node}: must be at least 1")
+        per_node = "" if args.ranks_per_node is None else f" --ranks-per-node={args.ranks_per_node}"
+        raise ConfigError(f"--nodes={args.nodes}{per_node}: must be at least 1")
     if not 0 < args.file_system < math.inf or not 0 <= args.mtbf_hours < math.inf:
         raise ConfigError(f"--file-system={args.file_system:g} --mtbf-hours={args.mtbf_hours:g}: give GB/s above 0, and hours of at least 0")
     if args.ladder and args.machine == "this-machine":

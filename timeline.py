@@ -57,7 +57,8 @@ def parse_ranks(text: str, world: int) -> list[int]:
         return list(range(world))
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) < world for part in parts):
-        raise ConfigError(f"--profile_ranks={text}: expected all, or numbers below {world} with commas, e.g. 0,{world - 1}")
+        raise ConfigError(f"--profile_ranks={text}: expected all, or numbers below {world}"
+                          + (f" with commas, e.g. 0,{world - 1}" if world > 1 else ""))
     return sorted({int(part) for part in parts})
 
 

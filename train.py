@@ -5,7 +5,8 @@
     python launch.py --nodes 2 --ranks-per-node 2 -- train.py     two simulated nodes
     python train.py                                               one rank
 
-Reads top to bottom: hyperparameters, the schedule of a step with every collective in it, the loop.
+Reads top to bottom: hyperparameters, the schedule of a step with every collective in it, the loop. Names end in the letters of a
+tensor's dimensions (x_TD: tokens by width); model.py lists them.
 """
 
 import atexit
@@ -14,10 +15,12 @@ import difflib
 import errno
 import fcntl
 import hashlib
+import inspect
 import json
 import math
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -68,7 +71,7 @@ class Hyperparameters:
     stages: str = ""  # a JSON file that says from which steps on other data, another seq_len or learning rate hold; see Stage
     packing: str = "fit"  # fit: documents whole in a row where they fit | stream: end to end
     balance: str = "auto"  # a step's rows cost about the same: sorted in blocks of 128 steps | buckets | none | auto: sorted, but
-    # not where rows are short
+    #   not where rows are short
     tokenizer: str = ""  # a SentencePiece model; empty: train one on the data
     seq_len: int = 0  # tokens per row; 0: the size's
     rows_per_rank: int = 0  # rows of a rank in a step, run breadth-first; 0: rows_per_step / ranks, or 1
@@ -77,7 +80,7 @@ class Hyperparameters:
     replicas: int = 1  # copies of the sharded model (HSDP); nodes are divided evenly
     dtype: str = "auto"  # of products and activations: auto (bfloat16 on accelerators, else float32) | float32 | bfloat16
     weight_transport: str = "auto"  # expert weights between nodes: fp8 (blocks of 128, a scale each) | bf16 | compute; auto:
-    # fp8 where products are bfloat16, else compute. The same on every layout, one node included, so that results are too
+    #   fp8 where products are bfloat16, else compute. The same on every layout, one node included, so that results are too
     grad_transport: str = "auto"  # gradients on the wire: bf16 | fp32; the sum is fp32. auto: bf16 where products are
     grad_chunk: int = 0  # experts of an owner per gradient transfer (two travel at a time), bounds the receive buffer; 0: all
     dense_gather: str = "step"  # step: 1/E of all dense weights stays here, refreshed once per step | layer: gather each layer
@@ -112,7 +115,7 @@ class Hyperparameters:
     weight_decay: float = 0.1  # decoupled, on matrices
     clip: float = 1.0  # largest global gradient norm; 0: no clipping
     skip_sigma: float = 12.0  # skip a step whose loss or log gradient norm is so many deviations above the accepted ones' median;
-    # 0: only one that is not finite
+    #   0: only one that is not finite
     skip_window: int = 128  # accepted steps that a step is compared with
     max_skips: int = 20  # skipped steps in a row that end the run
     # load of the experts; the losses are a mean over the tokens of all ranks and a sum over layers
@@ -121,7 +124,7 @@ class Hyperparameters:
     z_loss: float = 0.0  # coefficient of the squared log-sum-exp of the router's logits, e.g. 1e-4; 0: none
     # checks and measurements
     check_every: int = 500  # steps between checks of the state (also at the start): types, shards distinct, replicas equal; 0:
-    # never
+    #   never
     noise_every: int = 10  # steps between measurements of the gradient noise scale, with two nodes or more; 0: never
     # evaluation, checkpoints, output
     val_every: int = 50  # steps between held-out losses (and one at the end); 0: never
@@ -631,6 +634,19 @@ class Output:
             return recover.BEGUN_VAR in os.environ or cluster.follows((self.path / "chain").read_text())
         return False
 
+    def try_writing(self):
+        """Raises ConfigError where the run's directory takes no files: better now than with the first checkpoint."""
+        probe = self.path / "ckpt" / ".writable"
+        if not self.active:
+            return
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"x" * 4096)
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"--run={self.hp.run}: {probe.parent} cannot be written ({error.strerror}); give the directory back, free space, or "
+                              "start in another place") from None
+
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
         if not self.active:
@@ -663,7 +679,10 @@ class Output:
     def keep_metrics_before(self, step: int):
         """After a rewind the steps that will be run again must not be in the file twice."""
         path = self.path / "metrics.jsonl"
-        if path.exists():
+        if path.exists() and path.stat().st_size and not step:
+            aside = path.rename(path.with_name(f"metrics-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
+            self.log(f"this run starts from its beginning, for it has no checkpoint; the metrics of earlier steps are now in {aside}")
+        elif path.exists():
             lines = [line for line in path.read_text().splitlines(True) if step_of(line) <= step]
             path.with_suffix(".tmp").write_text("".join(lines))
             path.with_suffix(".tmp").rename(path)
@@ -906,7 +925,13 @@ def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, 
     """Rank 0 prepares what is missing and tells the others where it is; one that does not see it, because its disk is
     another, makes its own, which must be the same."""
     def prepare(log) -> Path:
-        return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
+        try:
+            return data.prepare(stage.data, hp.vocab, stage.seq_len, hp.seed, tokenizer, log=log, packing=hp.packing)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise ConfigError(f"--data={stage.data}: {error.filename} cannot be written or read ({error.strerror}); prepared data lie in data/: "
+                              "make that writable, or a link to a place that is") from None
 
     path = together(lambda: patiently(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid), grid, device)
     path = Path(share_texts(path, grid, device)[0])
@@ -954,7 +979,8 @@ def check_memory(hp: Hyperparameters, m: Model, grid: Grid, where: launch.Place,
     """Raises ConfigError on all ranks where what is certain to be needed cannot be had; else it is logged and recorded."""
     on_host, on_device = planned_memory(hp, m, grid)
     lower = f", or lower --offload_fraction={hp.offload_fraction:g}" if hp.offload_fraction else ""
-    fixes = f"use more nodes or another --size than {hp.size}{lower}"
+    rows = f", fewer rows than --rows_per_rank={hp.rows_per_rank}" if hp.rows_per_rank > 1 else ""
+    fixes = f"use more nodes{rows} or another --size than {hp.size}{lower}"
     if where.device.type == "cpu":
         on_host |= on_device
     else:
@@ -1057,9 +1083,23 @@ def start_from(chosen: Path, step: int, damaged: list[tuple[Path, str]], out: Ou
             out.log(f"this run goes another way from step {step} on: an earlier checkpoint of it is now {place}")
 
 
+def settings_in_words(kind: type) -> str:
+    """Each setting with its default and what the source says of it."""
+    lines = []
+    for line in inspect.getsource(kind).splitlines():
+        if found := re.match(r"    (\w+): [^=]+ = (.+?)(?:  # (.*))?$", line):
+            default = found[2].strip('"')
+            lines.append(f"  --{found[1]}={default}".ljust(32) + f"  {found[3] or ''}".rstrip())
+        elif found := re.match(r"    #   (.*)", line):  # goes on with the setting before
+            lines.append(" " * 34 + found[1])
+        elif found := re.match(r"    # (.*)", line):
+            lines.append(f"\n{found[1]}")
+    return "\n".join(lines)
+
+
 def main(argv: list[str]) -> int:
-    if "--help" in argv:
-        print(__doc__ + "\n" + "\n".join(f"  --{f.name}={f.default}" for f in dataclasses.fields(Hyperparameters)))
+    if "--help" in argv or "-h" in argv:
+        print(__doc__ + "\n" + settings_in_words(Hyperparameters))
         return launch.EXIT_OK
     where = launch.place()
     asked = parse(argv)
@@ -1082,9 +1122,11 @@ def main(argv: list[str]) -> int:
     hp, step = run.hp, found.get("step", 0)
     last = last_step(hp)
     if step >= last:
-        out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; --steps=N goes on, --run=NAME or "
+        out.log(f"nothing to do: the newest checkpoint is at step {step} of {last}; "
+                f"--{'stop_at' if hp.stop_at and last == hp.stop_at else 'steps'}=N goes on, --run=NAME or "
                 "--resume=never starts afresh")
         return launch.EXIT_OK
+    together(out.try_writing, grid, device)
     out.open(hp, m, step)
     saver = checkpoint.Saver(out.path / "ckpt", state, grid, hp.ckpt_keep, hp.ckpt_keep_every, hp.ckpt_writers)
     # until here a signal ends the program at once, nothing is lost; from here on it waits for a step and a checkpoint
@@ -1137,6 +1179,7 @@ def train(run: Run, state: State, saver: checkpoint.Saver, step: int, last: int,
         counted = hp.track_memory and not hp.compile and (len(times) < 2 or (step + 1) % hp.track_memory == 0)
         with Tracker(resident(state, inputs)) if counted else nullcontext() as memory:
             sums, balance = passes(run, m, state, step, batch, counts, inputs)
+            # with --val_every=1 one held-out loss follows this step, and another the next, before a checkpoint can be written
             reason = why_stop(stop, end_of_job, times, (2 if hp.val_every == 1 else 1) * held_out_s, saver)
             told = tell(sums, state, counts[:, 0].sum(), batch, next_batch, bool(reason), out.save_wanted(step), grid, device)
             balance.to_host()
@@ -1249,6 +1292,7 @@ def tell(sums: tuple[Tensor, Tensor], state: State, targets: float, batch: list[
     numbers = exchange(mine, grid, device)
     loss, squared, token_squared, node_part, parts_squared, digests, _, _, stopping, saving = numbers.T
     suspects = health.suspects(loss, np.sqrt(token_squared), squared)
+    # each rank has its own tokens, so losses add up; but replicas hold the same gradient, whose squares come grid.R times
     return Told(loss.sum() / max(targets, 1), math.sqrt(squared.sum() / grid.R), suspects,
                 sum(map(int, digests)) % 2**DIGEST_BITS, node_part.reshape(-1, grid.E).sum(1),
                 parts_squared.sum() / grid.R, numbers[:, 6:8], bool(stopping.any()), bool(saving.any()))

@@ -298,8 +298,20 @@ def test_a_script_can_be_read_where_there_is_no_scheduler(bare, monkeypatch, cap
     assert "#PBS -l select=2\n" in capsys.readouterr().out and not list(bare.iterdir())
     assert launch.main(command) == EXIT_CONFIG
     assert "there is no qsub on the PATH" in capsys.readouterr().err
+    assert launch.main(["--dry", "--scheduler=auto", "--site=jupiter", *command[4:]]) == 0
+    assert "#SBATCH --nodes=1\n" in capsys.readouterr().out
+    assert launch.main(["--dry", "--scheduler=auto", *command[2:]]) == EXIT_CONFIG  # it never starts anything here
+    assert "--dry prints a job script, but nothing says of which scheduler" in capsys.readouterr().err
     options, _ = launch.parse(["--site=laptop", "--nodes", "2", *command[-2:]])
     assert launch.place_of(options, command) == ("none", cluster.SITES["laptop"])
+
+
+@pytest.mark.parametrize("setting, said", [("--stpes=5", "--stpes=5: no such setting; did you mean --steps?"),
+                                           ("--size=2t", "--size=2t: unknown"), ("--replicas=3", "--replicas=3: must divide the 2 nodes")])
+def test_settings_are_checked_before_a_job_waits(bare, monkeypatch, capsys, setting, said):
+    monkeypatch.chdir(bare)
+    assert launch.main(["--dry", "--scheduler=slurm", "--ranks-per-node=4", "--nodes=2", "--", str(ROOT / "train.py"), setting]) == EXIT_CONFIG
+    assert f"error: {said}" in (shown := capsys.readouterr()).err and not shown.out
 
 
 def test_more_nodes_than_the_allocation_has(bare, monkeypatch, capsys):

@@ -317,6 +317,17 @@ def test_loss_of_a_trained_run(trained):
     assert worse and "does not beat: bigram table" in table  # after 8 steps
 
 
+def test_the_text_of_a_run_may_be_gone_while_what_was_made_of_it_is_there(trained):
+    (trained / "text").rename(trained / "elsewhere")
+    try:
+        start(trained, ROOT / "eval.py", "loss", "--run=x")
+        first, *_, last = evals(trained, "x")
+        assert last["nats"] == first["nats"]
+        start(trained, ROOT / "export.py", "export", "--run=x")
+    finally:
+        (trained / "elsewhere").rename(trained / "text")
+
+
 def test_an_evaluation_of_a_run_that_cannot_be_written_is_shown_all_the_same(tmp_path, capsys):
     run = SimpleNamespace(path=tmp_path / "file" / "ckpt" / "step-00000001", hp=None)
     (tmp_path / "file").touch()

@@ -1,5 +1,6 @@
 """train.py as a user runs it: interrupted and resumed, with bad input, and what it leaves behind."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -311,12 +312,32 @@ def test_a_signal_before_the_first_step_ends_at_once(here):
 
 @pytest.mark.parametrize("make, message", [
     (lambda out: out.write_text(""), "out/blocked cannot be written"),
-    (lambda out: (out.mkdir(), (out / "blocked").write_text("")), "out/blocked cannot be written (is not a directory)")])
+    (lambda out: (out.mkdir(), (out / "blocked").write_text("")), "out/blocked cannot be written (is not a directory)"),
+    (lambda out: ((out / "blocked").mkdir(parents=True), (out / "blocked" / "ckpt").write_text("")),
+     "--run=blocked: out/blocked/ckpt cannot be written")])
 def test_an_output_directory_that_cannot_be_made(here, tmp_path, make, message):
     (tmp_path / "texts").symlink_to(here / "texts")
     make(tmp_path / "out")
     done = launch(1, 2, "train.py", "--run=blocked", *TINY, cwd=tmp_path, check=False)
     assert done.returncode == EXIT_CONFIG and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_metrics_of_a_run_whose_checkpoints_are_gone_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = train.Output(train.Hyperparameters(run="gone", wandb="off"), SimpleNamespace(rank=0))
+    (tmp_path / "out" / "gone").mkdir(parents=True)
+    lines = "".join(json.dumps({"step": step, "step_s": 1.0}) + "\n" for step in (1, 2, 3))
+    (tmp_path / "out" / "gone" / "metrics.jsonl").write_text(lines)
+    out.open(out.hp, model_of("debug"), 0)
+    (aside,) = (tmp_path / "out" / "gone").glob("metrics-*.jsonl")
+    assert aside.read_text() == lines and (tmp_path / "out" / "gone" / "metrics.jsonl").read_text() == ""
+    assert f"are now in {aside.relative_to(tmp_path)}" in (tmp_path / "out" / "gone" / "log.txt").read_text()
+
+
+def test_help_says_what_each_setting_means():
+    text = train.settings_in_words(train.Hyperparameters)
+    assert re.findall(r"^  --(\w+)=", text, re.M) == [f.name for f in dataclasses.fields(train.Hyperparameters)]
+    assert "--steps=200                     length of the run and of the learning-rate schedule\n" in text
 
 
 def test_a_run_that_goes_another_way_keeps_its_own_checkpoints(here):
