@@ -313,8 +313,8 @@ except train.ConfigError as error:
 
 
 def check_settings(command: list[str], nodes: int, ranks_per_node: int) -> None:
-    """Raises LaunchError where train.py would refuse names, types, size or layout: now, not after hours in the queue. Where torch is
-    only there inside a job, nothing is told."""
+    """Raises LaunchError where train.py would refuse names, types, size or layout: now, not after hours in the queue. Where torch
+    is there inside a job only, nothing is told."""
     if os.path.basename(command[0]) == "train.py":
         argv = [sys.executable, "-c", CHECK, str(HERE), str(nodes), str(ranks_per_node), *command[1:]]
         if (said := quiet(argv, 120)).returncode == EXIT_CONFIG:
@@ -347,7 +347,8 @@ def queue(scheduler: str, script: Path, environment, chain: int, after: str = ""
     if scheduler == "slurm":
         argv = ["sbatch", "--export=ALL", *([f"--dependency=afterany:{after}"] if after else []), str(script)]
     else:
-        argv = ["qsub", "-v", ",".join(f"{k}={v}" for k, v in own.items()), *(["-W", f"depend=afterany:{after}"] if after else []), str(script)]
+        variables = ",".join(f"{name}={value}" for name, value in own.items())
+        argv = ["qsub", "-v", variables, *(["-W", f"depend=afterany:{after}"] if after else []), str(script)]
     try:
         return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=passed, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:

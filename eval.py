@@ -148,7 +148,8 @@ def open_data(run: Run, grid: Grid, device: torch.device) -> Seen:
     stages = [dataclasses.replace(s, data=hp.data if s.data == was else s.data) for s in stages]
     found = [] if imported or hp.data != was else [data.find(pinned["fingerprint"]) for pinned in manifest["stages"]]
     at_hand = exchange([bool(found) and all(found)], grid, device).all()  # the text itself may have changed, or be gone
-    blends = [data.Blend(path) for path in found] if at_hand else train.prepare_stages(hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
+    blends = [data.Blend(path) for path in found] if at_hand else train.prepare_stages(
+        hp, stages, grid, device, log=lambda line: print(line, file=sys.stderr, flush=True))
     for stage, blend, pinned in zip(stages, blends, [] if imported else manifest["stages"]):
         if blend.fingerprint != pinned["fingerprint"]:
             hint = ("the embedded corpus is read from the installed Python and packages: use the environment of the run"

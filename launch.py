@@ -746,7 +746,8 @@ def place_of(options: argparse.Namespace, argv: list[str]) -> tuple[str, cluster
     else:
         scheduler, inside = cluster.detect(asked, submitting=named)
     if options.dry and scheduler == "none":
-        raise LaunchError("--dry prints a job script, but nothing says of which scheduler; add --site=NAME or --scheduler=slurm|pbs, and --nodes")
+        raise LaunchError("--dry prints a job script, but nothing says of which scheduler; add --site=NAME or "
+                          "--scheduler=slurm|pbs, and --nodes")
     if scheduler != "none" and not inside:
         options.nodes = options.nodes or 1
         return cluster.submit(scheduler, site, options, argv)
@@ -765,9 +766,9 @@ def check_room(nodes: int, ranks_per_node: int) -> None:
     """Raises LaunchError where so many ranks do not fit into this machine: mostly it is not the one that was meant."""
     has, needs = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), nodes * ranks_per_node * RANK_BYTES
     if needs > has:
-        raise LaunchError(f"--nodes {nodes}: without a scheduler nodes are simulated on this machine, and {nodes * ranks_per_node:,} processes "
-                          f"take {needs / 2**30:,.0f} GiB at least of its {has / 2**30:,.0f}; use fewer, or start where sbatch or qsub can be "
-                          "found (--scheduler=slurm or pbs says why it is not)")
+        raise LaunchError(f"--nodes {nodes}: without a scheduler nodes are simulated on this machine, and "
+                          f"{nodes * ranks_per_node:,} processes take {needs / 2**30:,.0f} GiB at least of its {has / 2**30:,.0f}; use "
+                          "fewer, or start where sbatch or qsub can be found (--scheduler=slurm or pbs says why it is not)")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -786,8 +786,8 @@ def checkpoint_of(rec: Recording, tl: Timeline, given: Given) -> dict:
 
 
 def no_kernel(machine: str) -> list[str]:
-    return ["attention is planned as one fused kernel; on this machine's GPUs the trainer computes it by blocks of queries, which takes more "
-            "time and memory"] if machine == "aurora-pvc" else []
+    return ["attention is planned as one fused kernel; on this machine's GPUs the trainer computes it by blocks of queries, which "
+            "takes more time and memory"] if machine == "aurora-pvc" else []
 
 
 def report(rec: Recording, tl: Timeline, r: dict[str, float], given: Given, machine: str) -> dict:

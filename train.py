@@ -644,8 +644,8 @@ class Output:
             probe.write_bytes(b"x" * 4096)
             probe.unlink()
         except OSError as error:
-            raise ConfigError(f"--run={self.hp.run}: {probe.parent} cannot be written ({error.strerror}); give the directory back, free space, or "
-                              "start in another place") from None
+            raise ConfigError(f"--run={self.hp.run}: {probe.parent} cannot be written ({error.strerror}); make it writable, free "
+                              "space, or start in another directory") from None
 
     def open(self, hp: Hyperparameters, m: Model, step: int):
         """Once the run is known to be able to start: nothing is written before."""
@@ -930,8 +930,8 @@ def prepare_data(hp: Hyperparameters, stage: Stage, tokenizer: str, grid: Grid, 
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-            raise ConfigError(f"--data={stage.data}: {error.filename} cannot be written or read ({error.strerror}); prepared data lie in data/: "
-                              "make that writable, or a link to a place that is") from None
+            raise ConfigError(f"--data={stage.data}: {error.filename} cannot be written or read ({error.strerror}); prepared data "
+                              "lie in data/: make that writable, or a link to a place that is") from None
 
     path = together(lambda: patiently(lambda: str(prepare(log)) if grid.world.index == 0 else "", grid), grid, device)
     path = Path(share_texts(path, grid, device)[0])
