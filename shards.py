@@ -56,18 +56,24 @@ def stamp(path) -> list:
     return [os.path.realpath(path), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns]
 
 
+HASHES: dict[tuple, str] = {}    # of files as this process has met them
+
+
 def file_hashes(paths: list[Path], record: Path | None = None) -> list[str]:
     """SHA-256 of each file, several at a time. record: keeps them, so that a file that is as it was is not read again."""
-    known, stamps = {}, [stamp(path) for path in paths]
+    known, stamps = HASHES.copy(), [stamp(path) for path in paths]
     if record and record.is_file():
         with contextlib.suppress(ValueError):                # a damaged one: they are all read again
-            known = {tuple(found): h for found, h in json.loads(record.read_bytes())}
+            known |= {tuple(found): h for found, h in json.loads(record.read_bytes())}
     new = [(path, tuple(s)) for path, s in zip(paths, stamps) if tuple(s) not in known]
     if new:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as pool:
             known |= dict(zip([s for _, s in new], pool.map(file_sha256, [path for path, _ in new])))
-        if record:
-            write_synced(record, json.dumps([[found, h] for found, h in known.items() if os.path.exists(found[0])]).encode())
+        kept = [[found, h] for found, h in known.items() if os.path.exists(found[0])]
+        with contextlib.suppress(OSError):                   # prepared data may be there to read only
+            if record:
+                write_synced(record, json.dumps(kept).encode())
+    HASHES.update(known)
     return [known[tuple(s)] for s in stamps]
 
 

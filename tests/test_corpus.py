@@ -170,7 +170,7 @@ def test_foreign_data_set_is_packed(small, tmp_path):
 
 def test_a_foreign_data_set_is_read_again_only_where_it_has_changed(small, tmp_path, monkeypatch):
     def prepare():
-        read.clear()
+        read.clear(), shards.HASHES.clear()  # as another process
         rows = data.prepare(str(tmp_path / "f"), VOCAB, 64, 0, str(small[2] / "tokenizer.model"), str(tmp_path / "c"), quiet)
         return rows, sorted(path.name for path in read if path.parent == tmp_path)
 
@@ -185,6 +185,13 @@ def test_a_foreign_data_set_is_read_again_only_where_it_has_changed(small, tmp_p
     other, hashed = prepare()
     assert other != rows and hashed == ["f.bin"]
     (tmp_path / "c" / "hashes.json").write_text("[")
+    assert prepare() == (other, ["f.bin", "f.idx"])
+    (tmp_path / "c" / "hashes.json").unlink()
+
+    def refuse(path, raw):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(shards, "write_synced", refuse)     # prepared data that may only be read
     assert prepare() == (other, ["f.bin", "f.idx"])
 
 
